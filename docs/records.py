@@ -139,7 +139,7 @@ def trained(study, name, after=False, split="dev"):
 def rows_of_trainer(**where):
     """Return rows of the example trainer, and the names of the records that have them."""
     rows, records = [], []
-    for record in ("trainer", "systems_infonce"):
+    for record in ("trainer", "infonce_trainer"):
         found = [x for x in load(record)["rows"] if where.items() <= x.items()]
         if found:
             rows += found

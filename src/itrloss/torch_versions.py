@@ -98,8 +98,8 @@ else:
 
 
 def current_accelerator() -> torch.device | None:
-    """Return the kind of the accelerator; None without one."""
-    if VERSION >= (2, 6):
+    """Return the kind of the accelerator; None without one, though PyTorch was built for it."""
+    if VERSION >= (2, 6) and torch.accelerator.is_available():
         return torch.accelerator.current_accelerator()
     return torch.device("cuda") if torch.cuda.is_available() else None
 
