@@ -224,18 +224,8 @@ def peak(variant, pairs=16384):
     return value("cpu_peak", "peak_mb", ".2g", 1e-3, variant=variant, shape=[pairs, pairs, 512])
 
 
-def h100(key, variant, form=".0f", scale=1e3):
-    """Return milliseconds or GB of InfoNCE of 32 768 pairs in bfloat16, least to largest of the
-    runs; ours launched kernel by kernel.
-    """
-    where = {"loss": "infonce", "shape": [32768, 32768, 512], "variant": variant}
-    if variant == "triton":
-        return extent(GPU, key, form, scale, step="goals", **where)
-    return value(GPU[0], key, form, scale, step="encoders", **where)
-
-
 def h100_peer(variant, key, form=".1f", scale=1e3):
-    """Return milliseconds or GB of another way to compute InfoNCE of 32 768 pairs in bfloat16."""
+    """Return milliseconds or GB of a way to compute InfoNCE of 32 768 pairs in bfloat16."""
     where = {"step": "peers", "loss": "infonce", "shape": [32768, 32768, 512]}
     return value(f"{H100}steps_peers", key, form, scale, variant=variant, **where)
 

@@ -149,6 +149,11 @@ def test_an_option_without_a_default_comes_first_or_by_name():
         ByName()
 
 
+def test_how_a_loss_of_yours_learns_is_no_word():
+    with pytest.raises(TypeError, match="learnt: expected None .* __post_init__, got 'scale'"):
+        option(default=1.0, learnt="scale")
+
+
 def test_a_fixed_option_is_set_once():
     made = OfMine(anything="x")
     for name in ("size", "anything"):

@@ -34,6 +34,8 @@ for name in ("DCL", "DCL and M-DCL"):
     optimizer = torch.optim.Adam([p for tower in towers for p in tower.parameters()], lr=1e-3)
     for step in range(1, 201):
         batch = draw(8)
+        for key_tower, tower in zip(key_towers, towers, strict=True):
+            key_tower.update(tower)
         embeddings, keys = encode(towers, batch), encode(key_towers, batch)
         loss = in_batch(*embeddings)
         if name != "DCL":
@@ -42,8 +44,6 @@ for name in ("DCL", "DCL and M-DCL"):
         loss.backward()
         optimizer.step()
         memory.enqueue(*keys)
-        for key_tower, tower in zip(key_towers, towers, strict=True):
-            key_tower.update(tower)
         if step % 20 == 0:
             sim = itrloss.Similarity(*encode(towers, unseen)).detach()
             recalls.append((step, itrloss.metrics.retrieval_metrics(sim)["rsum"]))

@@ -189,12 +189,18 @@ def option(  # noqa: PLR0913 (what a declaration may say, by keyword)
         above, at_least, at_most: bounds of a number.
         converter: a function that returns the value in the type in which it is kept, and raises an
             error for another; it takes the place of the check by the type.
-        learnt: as which parameter the option may be learnt.
+        learnt: as which parameter the losses here learn the option, and its other forms. A loss of
+            yours makes its parameters in ``__post_init__``.
         form_of: the name of the option that this is another form of. ``repr`` shows that one, and
             processes compare it.
         fixed: parameters depend on it, so that it is set once.
         local: each process of a job may have its own, and ``repr`` leaves it out.
     """
+    if learnt is not None and not isinstance(learnt, Learnt):
+        raise TypeError(
+            "learnt: expected None in a loss of yours, which makes its parameters in "
+            f"__post_init__, got {learnt!r}"
+        )
     local = local or form_of != ""
     return Option(default, above, at_least, at_most, converter, learnt, form_of, fixed, local)
 
