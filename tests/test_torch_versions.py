@@ -10,6 +10,7 @@ import sys
 import types
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import itrloss
 from itrloss import torch_versions
-from itrloss.checks import is_sharded
+from itrloss.checks import arrays, is_sharded
 
 
 def as_on(version: str) -> ModuleType:
@@ -52,6 +53,19 @@ def test_the_version_that_is_needed_is_enough():
     major, minor = torch_versions.VERSION
     with pytest.raises(RuntimeError, match=rf"^this needs PyTorch {major}.{minor + 1} or newer"):
         torch_versions.require_version("this", major, minor + 1)
+
+
+def test_a_compiled_loss_says_which_version_it_needs():
+    message = "^torch.compile: a compiled loss needs PyTorch 2.8 or newer"
+    with pytest.raises(RuntimeError, match=message):
+        as_on("2.4.1").compiling_needs_torch_2_8()
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint64])
+def test_arrays_without_a_sign_where_torch_knows_bytes_alone(kind: type, monkeypatch):
+    monkeypatch.setattr(arrays, "UINT64", None)
+    expected = torch.uint8 if kind is np.uint8 else torch.int64
+    assert arrays.from_numpy(np.array([1, 2], kind)).dtype == expected
 
 
 @pytest.mark.parametrize("enabled", [False, True])

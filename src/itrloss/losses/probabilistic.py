@@ -208,7 +208,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         number = fixed.sum_of_positives(
             if_best_label, best, scale=0.0, shift=1.0, weights="parameter"
         )
-        limit = self._limit(anchors, total / number.clamp_min(1))
+        limit = self._limit(anchors, total / number)  # of none for anchors without a match
         of_negatives = anchors.sum(logit, a, b, above=limit)
         options = a, b, limit, best
         of_matches = anchors.sum_of_positives(gain_of_label, *options, weights="parameter")
