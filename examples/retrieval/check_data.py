@@ -10,16 +10,13 @@ something that training needs is missing, or something is wrong.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from .config import Config
 from .data import Split, Vocabulary, features_directory, load_split, tokenize
 from .pictures import Images, layout
-from .preparation import check_fit
 
 SAMPLE = 200  # number of images per split whose features or files are checked
 SPLITS = {
@@ -55,7 +52,9 @@ class Report:
     def __init__(self, root: Path, min_count: int) -> None:
         self.lines = [str(root)]
         self.splits: dict[str, Split] = {}
-        if not root.is_dir():
+        #: Whether everything that training needs is there, and nothing of it wrong.
+        self.ready = root.is_dir()
+        if not self.ready:
             self.lines.append("  MISSING: no such directory")
             return
         kind = layout(root)
@@ -69,7 +68,7 @@ class Report:
             if name == "testall" and not (captions / "testall_caps.txt").exists():
                 continue  # of MSCOCO only
             self.add_split(root, kind, name)
-        self.compare_splits(root)
+        self.compare_splits()
         if "train" in self.splits:
             captions = self.splits["train"].captions
             words = len(Vocabulary.from_captions(captions, min_count)) - 2
@@ -83,20 +82,17 @@ class Report:
         else:
             self.lines.append(LAYOUTS[kind])
 
-    @property
-    def ready(self) -> bool:
-        """Whether everything that training needs is there, and nothing wrong."""
-        return not re.search("MISSING: |WRONG: ", "\n".join(self.lines))
-
     def add_split(self, root: Path, kind: str, name: str) -> None:
         """Add the lines on a split."""
+        is_needed = name in ("train", "dev")
         if kind == "features":
             files = (f"{name}_ims.npy", f"{name}_caps.txt")
             missing = [file for file in files if not (root / file).exists()]
             if missing:
-                what = "MISSING" if name in ("train", "dev") else "not there"
+                what = "MISSING" if is_needed else "not there"
                 line = f"  {name:6} {what}: {', '.join(missing)} ({SPLITS[name]})"
                 self.lines.append(line)
+                self.ready &= not is_needed
                 return
         try:
             split = load_split(root, name)
@@ -109,24 +105,27 @@ class Report:
                 remarks = [f"LOOK AT: {what}" for what in oddities(split.features)]
         except (OSError, ValueError) as error:
             self.lines.append(f"  {name:6} WRONG: {error}")
+            self.ready &= not is_needed
             return
         self.splits[name] = split
         self.lines.append(f"  {name:6} {line}")
         for remark in [*of_captions(split), *remarks]:
             self.lines.append(f"         {remark}")
+            self.ready &= not (is_needed and remark.startswith(("MISSING", "WRONG")))
 
-    def compare_splits(self, root: Path) -> None:
-        """Add what training would say of the splits together."""
-        if not {"train", "dev"} <= self.splits.keys():
-            return
-        train = self.splits["train"]
-        backbone = "any" if isinstance(train.features, Images) else ""
-        views = "regions" if train.wholes is None else "regions+whole"
-        config = Config(backbone=backbone, views=views, final_test="test" in self.splits)
-        try:
-            check_fit(config, root, train)
-        except ValueError as error:
-            self.lines.append(f"  WRONG: {error}")
+    def compare_splits(self) -> None:
+        """Add differences between splits: dimensions, and global features that only some have."""
+        regions = {name: split.features for name, split in self.splits.items()}
+        wholes = {name: split.wholes for name, split in self.splits.items()}
+        for what, of_splits in (("features", regions), ("features of whole pictures", wholes)):
+            arrays = [x for x in of_splits.values() if isinstance(x, np.ndarray)]
+            if len({x.shape[-1] for x in arrays}) > 1:
+                self.lines.append(f"  WRONG: the splits' {what} have different dimensions")
+                self.ready = False
+        without = [f"{name}_global.npy" for name, x in wholes.items() if x is None]
+        if 0 < len(without) < len(wholes):
+            needed = "needed for views=regions+whole and enhancement=cge"
+            self.lines.append(f"  not there: {', '.join(without)}, {needed}")
 
 
 def of_features(features: np.ndarray, wholes: np.ndarray | None) -> str:

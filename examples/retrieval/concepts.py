@@ -104,14 +104,28 @@ def read_concepts(path: str, captions: Sequence[str]) -> Concepts:
     wanted = "JSON: a list of words, CVSE's numbers of words, or concepts.json of a run"
     with must_be(f"concept_file = {path!r}", wanted):
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if "together" in content:
-            return Concepts(**content)
+        if isinstance(content, dict) and isinstance(content.get("together"), list):
+            return of_one_size(Concepts(**content))
+        if not isinstance(content, (dict, list)):
+            raise TypeError(f"it is {type(content).__name__}")
         chosen = {(word, "listed"): {*tokenize(word)} for word in content}
+        for (word, _), said in chosen.items():
+            if not said:
+                raise ValueError(f"{word!r} is no word")
     bags = []
     for caption in captions:
         said = {*tokenize(caption)}
         bags.append({lemma for lemma, words in chosen.items() if words <= said})
     return counted(bags, [*chosen])
+
+
+def of_one_size(concepts: Concepts) -> Concepts:
+    """Return concepts; raise a ValueError unless there are counts of all, and no others."""
+    size = len(concepts.words)
+    lists = (concepts.kinds, concepts.counts, concepts.together, *concepts.together)
+    if any(len(x) != size for x in lists):
+        raise ValueError(f"it has {size} words, and not as many counts of each kind")
+    return concepts
 
 
 def counted(bags: Sequence[set[Lemma]], chosen: Sequence[Lemma]) -> Concepts:

@@ -277,7 +277,7 @@ def must_be(given: str, wanted: str) -> Iterator[None]:
     """A context to read a file in, whose ValueError says what was given and what it must be."""
     try:
         yield
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+    except (AttributeError, EOFError, KeyError, OSError, TypeError, ValueError) as error:
         raise ValueError(f"{given}: must be {wanted} ({error})") from error
 
 

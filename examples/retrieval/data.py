@@ -112,7 +112,8 @@ def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
 def features_directory(root: Path) -> Path:
     """Return the directory of the features: VSE-infinity's files are in ``precomp/`` below."""
     below = root / "precomp"
-    return below if below.is_dir() and not list(root.glob("*_ims.npy")) else root
+    is_there = below.is_dir() and layout(root) in ("features", "mapping")
+    return below if is_there and not list(root.glob("*_ims.npy")) else root
 
 
 def _precomputed(root: Path, name: str) -> Split:
@@ -158,7 +159,7 @@ def _array(path: Path, shape: str) -> np.ndarray:
         raise FileNotFoundError(f"{path}: no such file")
     with must_be(str(path), f"a float array {shape}"):
         array = np.load(path, mmap_mode="r")
-        if array.dtype.kind != "f":
+        if array.dtype.kind != "f" or array.ndim < 2:
             raise ValueError(f"{array.dtype} {array.shape}")
         return array
 
@@ -269,15 +270,18 @@ class Vocabulary:
 
 
 def word_vectors(path: str) -> dict[str, np.ndarray]:
-    """Read float32 word vectors from a text file in GloVe's format."""
+    """Read float32 word vectors from a text file in GloVe's format; a blank line, and the first one
+    of fastText's, with two sizes, have none.
+    """
     vectors = {}
     wanted = "a text file in GloVe's format, each line a word and as many numbers"
     with must_be(f"word_vectors = {path!r}", wanted), open(path, encoding="utf-8") as file:
         for line in file:
             word, *values = line.rstrip().split(" ")
-            vectors[word] = np.array(values, dtype=np.float32)
+            if len(values) > 1:
+                vectors[word] = np.array(values, dtype=np.float32)
         sizes = {len(vector) for vector in vectors.values()}
-        if len(sizes) != 1 or 0 in sizes:
+        if len(sizes) != 1:
             raise ValueError(f"it has {sorted(sizes)} numbers a line")
     return vectors
 

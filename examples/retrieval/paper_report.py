@@ -208,14 +208,14 @@ def _line(grid: Grid, table: Table, rows: Rows, name: str) -> dict[tuple[str, st
         values = figures(runs, when, "rsum")
         difference = paired(values, figures(rows[table.baseline], when, "rsum"))
         line[head, "RSUM"] = cell([*values.values()])
-        line[head, "Δ"] = str(difference or "")
+        line[head, "Δ"] = str(difference or "") if name != table.baseline else ""
     for data, printed in table.printed.items():
         figure = _shown(printed)
         head = f"{data}, printed {titled(figure)}"
         known = figure in printed.get(name, {})
         change = _printed_difference(table, data, figure, name, table.baseline) if known else 0
         line[head, "figure"] = f"{printed[name][figure]:.1f}" if known else ""
-        line[head, "Δ"] = f"{change:+.1f}" if known else ""
+        line[head, "Δ"] = f"{change:+.1f}" if known and name != table.baseline else ""
     return line
 
 

@@ -21,6 +21,7 @@ from .data import (
     Vocabulary,
     begin_with,
     feature_statistics,
+    features_directory,
     load_split,
     whole_statistics,
     word_vectors,
@@ -76,7 +77,8 @@ def check_fit(config: Config, root: Path, train: Split) -> None:
             )
         if needs_wholes and split.wholes is None:
             raise ValueError(
-                f"{needs_wholes}: needs {root}/{name}_global.npy, the features of whole pictures"
+                f"{needs_wholes}: needs {features_directory(root)}/{name}_global.npy, "
+                "the features of whole pictures"
             )
         _check_dim(root, name, "ims", split.features, train.features)
         _check_dim(root, name, "global", split.wholes, train.wholes)
