@@ -130,7 +130,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "matches: expected numbers above 0 for a match": {"matches": -torch.eye(4)},
     "matches: expected numbers .*, 0 for a negative": {"matches": torch.eye(4) / 0},
     "matches: expected a dense tensor": {"matches": torch.eye(4).to_sparse()},
-    "matches: expected a tensor": {"matches": [[1]]},
     "image_groups: expected groups to go with text_groups": {"text_groups": IDS},
     r"image_groups: expected shape \(4,\), got \(3,\)": {"image_groups": IDS[:3]},
     r"image_ids: expected shape \(4, k\), got \(3, 2\)": {

@@ -179,7 +179,6 @@ Y = torch.arange(6)
         (((Z,), {"labels": Y, "targets": Y}), "targets: expected None with labels"),
         (((Z,), {"labels": Y, "image_groups": Y}), "^image_groups, .*: expected None with labels"),
         (((), {"labels": Y}), r"^images: expected a floating-point tensor \(N, D\)"),
-        (((), {"labels": Y[:3], "scores": Z @ W.T}), "labels: expected shape"),
         (((), {"labels": torch.arange(9), "scores": NINE}), r"^scores: expected shape \(N, N\)"),
         (((Z, W), {"labels": Y, "scores": Z @ W.T}), "either scores or images and texts"),
         (((itrloss.Similarity(Z, W),), {"labels": Y}), "^images: expected a floating-point"),
