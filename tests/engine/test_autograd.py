@@ -14,6 +14,7 @@ from support.cases import (
     make_ids,
     similarity,
 )
+from support.flops import saved_bytes
 from torch.autograd import gradcheck, gradgradcheck
 
 import itrloss
@@ -21,7 +22,6 @@ from itrloss import Similarity
 from itrloss.engine import relation
 from itrloss.engine.relation import IGNORE_ID
 from itrloss.engine.terms import hinge, identity, log1p_clamp
-from itrloss.torch_versions import untyped_storage
 
 
 def leaves_of(*tensors):
@@ -92,16 +92,8 @@ def test_what_is_held_for_many_positives_is_no_copy_of_each(name, engine):
     v, w = leaves_of(*embeddings(64, 64, 64, dtype=torch.float32))
     ids = torch.arange(64) % 2
     both = similarity(v, w, (ids, ids), engine).both
-    sizes = []
-
-    def pack(x):
-        sizes.append(untyped_storage(x).nbytes())
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        value = OF_THRESHOLDS[name](both)
-    assert value.requires_grad
-    assert max(sizes) < 2048 * 64 * 4
+    saved = saved_bytes(lambda: OF_THRESHOLDS[name](both))
+    assert max(saved) < 2048 * 64 * 4
 
 
 # ------------------------------------------------------------------------------ second derivatives

@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 from support.cases import embeddings
-from support.flops import Products
+from support.flops import Products, saved_bytes
 from support.losses_registry import where
 from support.memories import D, memory_batch
 from support.versions import CompileCounterWithBackend, needs, reset_compiler
@@ -18,7 +18,6 @@ from torch import Tensor
 
 import itrloss
 from itrloss import CoupledMemory
-from itrloss.torch_versions import untyped_storage
 
 ENGINES = ("dense", "tiled")
 LOSSES = where(lambda entry: entry.takes == "memory")
@@ -118,17 +117,9 @@ def test_nothing_of_the_size_of_the_memory_is_kept_for_backward():
     large = CoupledMemory(entries, D)
     large.enqueue(images, texts, torch.arange(entries) + 1000)
     batch = memory_batch("ids", torch.float32)._replace(memory=large)
-    saved = {}
-
-    def note(x):
-        saved[untyped_storage(x).data_ptr()] = untyped_storage(x).nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        make("mdcl", engine="tiled")(*batch)
-    for x in (large.images, large.texts, large.ids):  # the memory itself
-        saved.pop(untyped_storage(x).data_ptr(), None)
-    assert max(saved.values()) < entries * 4
+    loss = make("mdcl", engine="tiled")
+    itself = large.images, large.texts, large.ids
+    assert max(saved_bytes(lambda: loss(*batch), itself)) < entries * 4
 
 
 def step_with(name: str, engine: str, directions: str, early: int) -> list[Tensor]:

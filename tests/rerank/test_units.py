@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from support.cases import embeddings, public_rerankers
+from support.cases import embeddings, public_rerankers, warnings_of
 
-import itrloss
 from itrloss import Similarity, rerank
 from itrloss.metrics import retrieval_metrics
 from itrloss.rerank import FastReranker, InvertedSoftmax, Sinkhorn, TwoStageReranker
@@ -41,15 +39,6 @@ def multiplied(scale: float) -> Similarity:
     """Scores that are cosines times a scale, of embeddings that are not normalised."""
     units = [scale**0.5 * torch.nn.functional.normalize(x) for x in (IMAGES, TEXTS)]
     return Similarity(*units, *IDS, normalize=False)
-
-
-def warnings_of(call) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [
-        str(x.message) for x in caught if issubclass(x.category, itrloss.SuspiciousInputWarning)
-    ]
 
 
 @pytest.mark.parametrize("name", sorted(KINDS))
