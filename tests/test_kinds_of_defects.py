@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 from support.cases import sample
+from support.flops import Sizes
 from support.processes import run
 from support.versions import fully_shard, init_device_mesh, needs
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 import itrloss
 from itrloss import NO_ID, Similarity
@@ -204,19 +203,6 @@ def trained(*shape: int, seed: int = 0) -> Tensor:
     return sample(*shape, seed=seed).requires_grad_()
 
 
-class Written(TorchDispatchMode):
-    """Counts the elements that operators return."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.elements += sum(x.numel() for x in tree_flatten(result)[0] if isinstance(x, Tensor))
-        return result
-
-
 SIZE, LABELS = 512, 16
 
 
@@ -236,9 +222,9 @@ def drawn(kind: str, size: int = SIZE) -> Tensor:
 
 
 def passes(call: Any, pairs: int) -> float:
-    with Written() as written:
+    with Sizes() as written:
         call()
-    return written.elements / pairs
+    return sum(written.sizes) / pairs
 
 
 @pytest.mark.parametrize("kind", ["rare", "two that all have", "of twenty", "padded"])

@@ -280,10 +280,8 @@ def test_a_failed_load_changes_nothing():
 # A call, and words of its message; `test_options.py` has options that are set later.
 WRONG = [
     (lambda: OnlineKMeans(0, 2), "clusters: expected a number of at least 1"),
-    (lambda: OnlineKMeans(3, 2.5), "dim: expected an integer"),  # type: ignore[arg-type]
     (lambda: OnlineKMeans(3, 2, patience=0), "patience"),
     (lambda: OnlineKMeans(3, 2, max_count=-1), "max_count"),
-    (lambda: OnlineKMeans(3, 2, engine="fast"), "engine: expected 'auto'"),  # type: ignore[arg-type]
     (lambda: OnlineKMeans(3, D).predict(points(2)), "no cluster has a point yet"),
     (lambda: OnlineKMeans(3, D).update(points(2, 5)), r"x: expected shape \(B, 6\), got \(2, 5\)"),
     (lambda: OnlineKMeans(3, D).update(points(2).long()), "x: expected a floating-point"),

@@ -88,15 +88,6 @@ def test_a_memory_may_get_no_keys():
     assert len(memory) == 5
 
 
-def test_a_memory_takes_arrays():
-    memory = CoupledMemory(9, D)
-    memory.enqueue(IMAGES.numpy(), TEXTS.numpy())  # type: ignore[arg-type]
-    wanted = CoupledMemory(9, D)
-    wanted.enqueue(IMAGES, TEXTS)
-    assert torch.equal(memory.images, wanted.images)
-    assert torch.equal(memory.texts, wanted.texts)
-
-
 NUMBERS = [3, 1, 4, 1, 5]
 NAMES = [f"{number}" for number in NUMBERS]
 

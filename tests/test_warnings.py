@@ -199,35 +199,18 @@ def of_form(kind, form, value, as_parameter):
 LOSSES_OF_FORMS = itrloss.InfoNCELoss, itrloss.SupConLoss, itrloss.SigmoidLoss
 # A temperature, its scale or its logarithm in another's place; what it says instead.
 OTHER_FORMS = [
-    ((kind, form, value, as_parameter), f"{form}: {value:.4g} {text}")
+    (
+        (kind, form, value, as_parameter),
+        f"{form}: {value:.4g} is a temperature of {temperature}, which is none for cosines; did",
+    )
     for kind in LOSSES_OF_FORMS
     for as_parameter in (True, False)
-    for form, value, text in (
-        (
-            "temperature",
-            14.0,
-            "is a temperature of 14, which is none for cosines; did",
-        ),
-        (
-            "temperature",
-            2.659,
-            "is a temperature of 2.659, which is none for cosines; did",
-        ),
-        (
-            "scale",
-            0.07,
-            "is a temperature of 14.29, which is none for cosines; did",
-        ),
-        (
-            "log_scale",
-            0.07,
-            "is a temperature of 0.9324, which is none for cosines; did",
-        ),
-        (
-            "log_scale",
-            -2.659,
-            "is a temperature of 14.28, which is none for cosines; did",
-        ),
+    for form, value, temperature in (
+        ("temperature", 14.0, 14),
+        ("temperature", 2.659, 2.659),
+        ("scale", 0.07, 14.29),
+        ("log_scale", 0.07, 0.9324),
+        ("log_scale", -2.659, 14.28),
     )
 ]
 OTHER_FORMS += [

@@ -139,11 +139,8 @@ def test_embeddings_go_first_and_ids_by_name():
             {"query_idx": IDS},
             "unexpected keyword argument 'query_idx'; it has",
         ),
-        (itrloss.SupConLoss(), {"query_keys": Q}, "unexpected keyword argument 'query_keys'"),
         (itrloss.SupConLoss(), {"documents": Q}, "either documents or texts, got both"),
         (itrloss.DistillationLoss(), {"labels": IDS}, "unexpected keyword argument 'labels'"),
-        (itrloss.MemoryInfoNCELoss(), {"memory": CoupledMemory(4, 5)}, "^image_keys: expected emb"),
-        (itrloss.MemoryInfoNCELoss(), {}, "^memory: expected a CoupledMemory, got NoneType"),
     ],
 )
 def test_unknown_and_repeated_words_are_refused(loss, given, message):

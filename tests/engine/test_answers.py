@@ -6,11 +6,7 @@ import math
 
 import pytest
 import torch
-from support.cases import (
-    embeddings,
-    make_ids,
-    similarity,
-)
+from support.cases import embeddings, make_ids, similarity
 
 from itrloss import Similarity
 from itrloss.engine.terms import hinge, softplus
@@ -68,9 +64,8 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
 @pytest.mark.parametrize(("call", "error", "message"), WRONG)
-def test_parameters_of_a_wrong_size_are_refused(engine, call, error, message):
-    sim = Similarity(*embeddings(8, 5), *make_ids("random", 8, 5), engine=engine)
+def test_parameters_of_a_wrong_size_are_refused(call, error, message):
+    sim = Similarity(*embeddings(8, 5), *make_ids("random", 8, 5))
     with pytest.raises(error, match=message):
         call(sim)

@@ -79,7 +79,6 @@ def test_a_matrix_that_is_asked_twice_has_two_guides():
 OTHER_ANCHORS = "guide: expected the same anchors and candidates"
 WRONG = {
     "columns": (lambda sim: sim.logsumexp(below=0.1, guide=sim.T), OTHER_ANCHORS),
-    "both sides": (lambda sim: sim.logsumexp(below=0.1, guide=sim.both), OTHER_ANCHORS),
     "fewer candidates": (
         lambda sim: sim.logsumexp(below=0.1, guide=Similarity(*embeddings(5, 5))),
         OTHER_ANCHORS,

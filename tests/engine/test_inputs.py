@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from support.cases import case, embeddings
 
@@ -42,13 +41,3 @@ def test_inner_products_with_biases_are_squared_distances():
     sim = Similarity(root * x, root * y, *ids, normalize=False, bias=squares)
     wanted = torch.cdist(x, y).square()
     torch.testing.assert_close(-sim.scores(), wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "bias", [torch.zeros(4), [torch.zeros(4)], (torch.zeros(3), None), (None, 0.5)]
-)
-def test_a_wrong_bias_is_refused(bias):
-    images = torch.randn(4, 2)
-    texts = torch.randn(4, 2)
-    with pytest.raises((TypeError, ValueError), match="bias: expected"):
-        Similarity(images, texts, bias=bias)

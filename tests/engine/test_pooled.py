@@ -29,20 +29,6 @@ def pooled(v, w, ids, engine, cuts):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_matrices_of_different_sizes_keep_their_own_means(engine):
-    no_ids = (None, None)
-    first = similarity(*embeddings(4, 4), no_ids, engine)
-    second = similarity(*embeddings(3, 3, seed=1), no_ids, engine)
-    anchors = Anchors.together(first, second)
-    values = torch.arange(7.0)
-    mean = anchors.reduce(values, "mean")
-    assert mean == values[:4].mean() + values[4:].mean()
-    found = anchors.mean_std().std
-    wanted = torch.cat([first.mean_std().std, second.mean_std().std])
-    torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 def test_cosines_beside_larger_scores_do_not_overflow(engine):
     """That cosines are within [-1, 1] holds for their matrix alone."""
     cosines = similarity(*embeddings(4, 4), (None, None), engine)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from support.cases import embeddings
 from support.on_triton import ASKED_TERMS, DEVICE, OF_KERNELS
 
-from itrloss.engine import kernels, vectors
+from itrloss.engine import kernels
 
 pytestmark = OF_KERNELS
 
@@ -55,28 +54,6 @@ def test_softplus_and_its_slope_are_accurate_at_both_ends():
     assert close[:, :-2].all()
     assert found[0, -2:].tolist() == [0.0, torch.inf]
     assert found[1, -2:].tolist() == [0.0, 1.0]
-
-
-def assert_inverse_norms(x, wanted):
-    found = vectors.inverse_norms(x.to(DEVICE))
-    torch.testing.assert_close(found.squeeze(1).cpu(), wanted)
-
-
-def test_inverse_norms():
-    lengths = torch.tensor([0.0, 1e-13, 2e-12, 1e-6, 1.0, 1e6, 9e17])
-    directions, _ = embeddings(7, 1, 40, dtype=torch.float32)
-    unit = torch.nn.functional.normalize(directions, dim=1)
-    x = lengths[:, None] * unit
-    wanted = torch.where(lengths > 1e-12, 1 / lengths, 0.0)
-    by_columns = x.T.contiguous().T
-    part_of_rows = x.repeat(1, 2)[:, :40]
-    for layout in (x, by_columns, part_of_rows):
-        assert_inverse_norms(layout, wanted)
-    nothing = vectors.inverse_norms(x[:0].to(DEVICE))
-    assert nothing.shape == (0, 1)
-    long, _ = embeddings(3, 1, 2000)
-    half = long.bfloat16()
-    assert_inverse_norms(half, 1 / half.float().norm(dim=1))
 
 
 def test_what_losses_ask_has_a_form():

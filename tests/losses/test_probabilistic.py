@@ -32,24 +32,6 @@ def test_labels_above_one_are_refused():
         PCMEPlusPlusLoss()(*distributions(5, 5), matches=labels)
 
 
-def test_scale_and_shift_get_their_gradients():
-    ids = make_ids("random", 5, 8)
-    inputs = distributions(5, 8)
-    scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
-    shift = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    rows, cols = pcme(inputs, ids, scale, shift)
-    wanted = rows.mean() + cols.mean()
-    wanted.backward()
-    for engine in ENGINES:
-        loss = PCMEPlusPlusLoss(1.5, 2.0, engine=engine).double()
-        loss(*inputs, *ids).backward()
-        torch.testing.assert_close(loss.scale.grad, scale.grad.view(1))
-        torch.testing.assert_close(loss.shift.grad, shift.grad.view(1))
-        assert [name for name, _ in loss.named_parameters()] == ["scale", "shift"]
-    fixed = PCMEPlusPlusLoss(learnable=False)
-    assert not list(fixed.parameters())
-
-
 def test_a_copy_of_the_own_text_is_a_pseudo_positive():
     """Its distance may differ in rounding, as it comes from another product."""
     v, w, s, t = distributions(40, 40, d=33, dtype=torch.float32)

@@ -83,16 +83,6 @@ def test_a_state_holds_tensors_that_others_can_copy_average_and_store(name: str)
         same_state(fresh, model)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_state_goes_through_safetensors(name: str, tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    model = Model(MODULES[name]())
-    twin = Model(MODULES[name]())
-    safetensors.save_model(model, tmp_path / "model.safetensors")
-    safetensors.load_model(twin, tmp_path / "model.safetensors")
-    same_state(twin, model)
-
-
 def same_state(model: nn.Module, wanted: nn.Module) -> None:
     expected = wanted.state_dict()
     got = model.state_dict()

@@ -132,7 +132,6 @@ OF_WRONG_VALUES = [
     (partial(FastReranker().calibrate, torch.rand(4, 8), scales=()), "scales"),
     (partial(FastReranker().calibrate, S, [0] * 4, [1] * 4), "image_ids, text_ids: no query"),
     (partial(retrieval_metrics, S, torch.arange(3)), "image_ids"),
-    (partial(retrieval_metrics, torch.rand(4, 8), image_ids=torch.arange(4)), "text_ids"),
     (partial(retrieval_metrics, S, text_ids=torch.arange(4) + 9), "no query"),
     (partial(retrieval_metrics, S, *PAIRS, candidates=([0], [1])), "no query"),
     (partial(retrieval_metrics, THREE, torch.arange(3)), "image_ids"),
@@ -140,7 +139,6 @@ OF_WRONG_VALUES = [
     (partial(retrieval_metrics, (S, S), reranker=CSLS()), "reranker: expected None"),
     (partial(retrieval_metrics, Similarity(torch.rand(4, 4) * math.nan, S)), "rows"),
     (partial(retrieval_metrics, Similarity(S, torch.rand(4, 4) * math.nan)), "cols"),
-    (partial(retrieval_metrics, S, ties="fair"), "ties"),
     (asked(ks=()), "ks: expected at least one"),
     (asked(folds=3), "folds.*divisor of the 4.*3"),
     (asked(folds=2, relevant=PAIRS), "folds: expected 1 with relevant, excluded"),
@@ -172,13 +170,11 @@ OF_WRONG_VALUES = [
     (partial(confidence_intervals, ONE, level=1.0), "level.*1"),
     (partial(compare, ONE, retrieval_results(PERFECT[:2, :10])), "others.*i2t"),
     (partial(compare, ONE, retrieval_results(PERFECT, range(4), [*range(4)] * 5)), "t2i"),
-    (partial(compare, ONE, retrieval_results(PERFECT, relevant=([0], [0]))), "others.*i2t"),
     (
         partial(confidence_intervals, retrieval_results(PERFECT, range(4), range(4, 24))),
         "results.*no query",
     ),
     (partial(FastReranker, t2i=(1.0,)), "t2i"),
-    (partial(FastReranker, 25.0), "i2t.*25"),
     (reranked(FastReranker(), torch.full((4, 4), 3e38)), "scores: too large for FastReranker.*25"),
     (reranked(Sinkhorn(), torch.full((4, 4), 3e38)), r"scores: too large for Sinkhorn\(scale=100"),
     (reranked(FastReranker(), Similarity(S * math.nan, S)), "rows"),
@@ -191,7 +187,6 @@ OF_WRONG_VALUES = [
     (partial(QueryBankNorm().rerank, S), r"images: .* needs a bank of queries; call fit\(images"),
     (partial(QueryBankNorm().fit(S).topk, S, 2), "texts: .* needs a bank"),
     (partial(retrieval_metrics, S, reranker=QueryBankNorm()), "images: .* needs a bank"),
-    (partial(TwoStageReranker(lambda i, t: i).fit, S), "TwoStageReranker has no use for a bank"),
 ]
 OF_WRONG_TYPES = [
     (partial(retrieval_metrics, S, text_ids=torch.rand(4)), "text_ids"),
@@ -201,10 +196,8 @@ OF_WRONG_TYPES = [
     (asked(exclude="diagonal"), "exclude: expected .* got str"),
     (asked(relevant="all"), "relevant: expected .* got str"),
     (judged(images=torch.tensor([0.0, 1.0])), r"judgements\.images.*integer.*float32"),
-    (judged(images=torch.tensor([True, False])), r"judgements\.images.*integer.*bool"),
     (partial(compare, torch.eye(3), torch.eye(3)), "results: expected those of .*, got Tensor"),
     (partial(FastReranker().fit, THREE), "images.*Similarity"),
-    (partial(TwoStageReranker, 3), "scorer: expected a function"),
 ]
 
 

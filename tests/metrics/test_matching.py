@@ -5,16 +5,16 @@ knows relations that are no plain ids, and padding.
 from __future__ import annotations
 
 import math
-import warnings
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from support import cases
+from support.cases import warnings_of
 from support.rerankers import EVERY
 
-from itrloss import NO_ID, Similarity, SuspiciousInputWarning
+from itrloss import NO_ID, Similarity
 from itrloss.cli.comparison import compare_rerankers
 from itrloss.engine.related import Related
 from itrloss.metrics import (
@@ -239,13 +239,6 @@ def test_intervals_and_counts_are_of_what_exists(kind):
     assert confidence_intervals(found, samples=50) == confidence_intervals(wanted, samples=50)
     assert found.unmatched_in_words == "0 of 12 images and 0 of 24 texts have no match"
     assert found.i2t.metrics()["skewness"] == wanted.i2t.metrics()["skewness"]
-
-
-def warnings_of(call):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", SuspiciousInputWarning)
-        call()
-    return [str(warning.message) for warning in caught]
 
 
 def test_warnings_do_not_count_padding():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
+from typing import Any
 
 import pytest
 import torch
-from support.cases import embeddings
+from support.cases import embeddings, public_rerankers, warnings_of
 
-import itrloss
 from itrloss import Similarity, rerank
 from itrloss.metrics import retrieval_metrics
 from itrloss.rerank import FastReranker, InvertedSoftmax, Sinkhorn, TwoStageReranker
@@ -26,15 +24,7 @@ def scorer(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
     return -(images - texts).abs().double()
 
 
-def concrete(kind: object) -> bool:
-    return (
-        inspect.isclass(kind) and issubclass(kind, rerank.Reranker) and not inspect.isabstract(kind)
-    )
-
-
-KINDS: dict[str, type[rerank.Reranker]] = {
-    name: kind for name, kind in vars(rerank).items() if concrete(kind)
-}
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in public_rerankers()}
 
 
 def made(kind: type[rerank.Reranker], scale: float = 1.0) -> rerank.Reranker:
@@ -51,16 +41,7 @@ def multiplied(scale: float) -> Similarity:
     return Similarity(*units, *IDS, normalize=False)
 
 
-def warnings_of(call) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [
-        str(x.message) for x in caught if issubclass(x.category, itrloss.SuspiciousInputWarning)
-    ]
-
-
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", sorted(KINDS))
 def test_methods_whose_order_depends_on_the_unit_of_scores_have_options_for_cosines(name):
     kind = KINDS[name]
     orders = []
@@ -77,7 +58,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.cosine_options])
+@pytest.mark.parametrize("name", [name for name in sorted(KINDS) if KINDS[name].cosine_options])
 @pytest.mark.parametrize("call", CALLS)
 def test_defaults_for_cosines_are_noticed_with_logits(name, call):
     kind = KINDS[name]

@@ -11,14 +11,22 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from itrloss import Anchors, Related, Similarity, pair_term, rerank
+from itrloss import (
+    Anchors,
+    Related,
+    Similarity,
+    SuspiciousInputWarning,
+    pair_term,
+    rerank,
+)
 from support.reference import Reference
 
 # (rows, columns, ids): None is the diagonal, "random" has duplicates and anchors without positives
@@ -135,6 +143,14 @@ def public_rerankers() -> set[type]:
         if is_reranker and not inspect.isabstract(kind):
             found.add(kind)
     return found
+
+
+def warnings_of(call: Callable[[], object]) -> list[str]:
+    """Return what the library warns of in a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SuspiciousInputWarning)
+        call()
+    return [str(x.message) for x in caught if issubclass(x.category, SuspiciousInputWarning)]
 
 
 def embeddings(
