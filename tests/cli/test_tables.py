@@ -112,7 +112,7 @@ def test_tables_are_those_that_were_read():
         compare_models(ends).table(),
         compare_models(falls, samples=50).table(),
         compare_models(letters, transductive=[ascii_letters], samples=50).table(ks=(1, 20)),
-        tables.comparison_table(rows, samples=9),
+        tables.SystemComparison(rows, 9).table(),
     ):
         text += f"{tables.text(table)}\n{tables.text(table, 60)}\n{tables.latex(table)}\n"
     assert_stored("tables", re.sub(" +$", "", text, flags=re.M))
