@@ -113,7 +113,9 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
 
 def _are_ids(x: Tensor) -> bool:
     """Return whether numbers are distinct integers, and too large for cosines."""
-    return _are_whole(x) and bool(x.abs().max() > 1) and len(x.unique()) == len(x) > 1
+    is_large = bool(x.abs().max() > 1)
+    is_distinct = len(x.unique()) == len(x) > 1
+    return _are_whole(x) and is_large and is_distinct
 
 
 def _are_whole(x: Tensor) -> bool:
@@ -246,7 +248,8 @@ def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
         _check_unnamed(path, key)
         words = [line.split() for line in _text(path).splitlines() if line.strip()]
         with _reading(path):
-            pairs = torch.from_numpy(np.array(words or np.empty((0, 2)), dtype=float))
+            table = np.array(words or np.empty((0, 2)), dtype=float)
+            pairs = torch.from_numpy(table)
     else:
         pairs = _tensor(path, _read(path, key)).double()
     if pairs.ndim != 2 or pairs.shape[1] not in (2, 3):
@@ -418,7 +421,8 @@ def _csv_column(path: Path, key: str | None) -> np.ndarray:
         hint = f"for one of them, write {path}:{head[0][:_SHOWN]}"
         raise ValueError(f"{path}: expected one column; it has {names}; {hint}")
     ids = ids.ravel()
-    if key is not None or (_is_header(head) and all(map(_INTEGER.fullmatch, ids[1:]))):
+    are_integers = all(map(_INTEGER.fullmatch, ids[1:]))
+    if key is not None or (_is_header(head) and are_integers):
         return ids[1:]
     return ids
 
@@ -439,7 +443,8 @@ def _separated(path: Path) -> tuple[list[str], Callable[..., np.ndarray]]:
         comments=None,
         ndmin=2,
     )
-    return np.char.strip(read(dtype=str, max_rows=1)).ravel().tolist(), read
+    cells = np.char.strip(read(dtype=str, max_rows=1)).ravel()
+    return cells.tolist(), read
 
 
 def _is_header(head: list[str]) -> bool:

@@ -279,10 +279,14 @@ def _facts(arguments: Sequence[str], about: str) -> dict[str, str]:
 
 def _outputs(args: Command) -> list[Path]:
     """Return what is to be written, after a check that it can be, and that no file has two uses."""
-    values = list(vars(args).values())
-    read = [*args.inputs, *args.held_out, *(x for x in values if isinstance(x, Source))]
+    read = [*args.inputs, *args.held_out]
+    outputs = {}
+    for name, value in vars(args).items():
+        if isinstance(value, Source):
+            read.append(value)
+        elif isinstance(value, Path):
+            outputs[name] = value
     used = [os.path.realpath(source.path) for source in read]
-    outputs = {name: x for name, x in vars(args).items() if isinstance(x, Path)}
     for name, path in outputs.items():
         file = path
         if name == "trec" and path.exists():
@@ -458,11 +462,16 @@ def _write_results(
     if args.out is not None:
         assert entry.reranker is not None
         scores = entry.reranker.rerank(sim)
-        flags = np.array(scores.transductive)
         with files.written(args.out, "wb") as file:
-            np.savez(file, i2t=scores.i2t.numpy(), t2i=scores.t2i.numpy(), transductive=flags)
+            np.savez(
+                file,
+                i2t=scores.i2t.numpy(),
+                t2i=scores.t2i.numpy(),
+                transductive=np.array(scores.transductive),
+            )
     if args.queries is not None:
-        _write_text(args.queries, entry.results.to_frame().assign(**facts).to_csv(index=False))
+        rows = entry.results.to_frame().assign(**facts)
+        _write_text(args.queries, rows.to_csv(index=False))
 
 
 def _write_table(
@@ -484,7 +493,9 @@ def _write_table(
         comments = "".join(f"% {name}: {' '.join(fact.split())}\n" for name, fact in facts.items())
         _write_text(args.latex, comments + latex(table))
     if args.metrics is not None:
-        rows = [{"method": x.name, **x.results.metrics(ks), **facts} for x in comparison.entries]
+        rows = []
+        for entry in comparison.entries:
+            rows.append({"method": entry.name, **entry.results.metrics(ks), **facts})
         _write_text(args.metrics, pd.DataFrame(rows).to_csv(index=False))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pandas as pd
 
 from ..metrics import QueryResults, skewness
@@ -49,7 +50,7 @@ def hubness(
     k = before.top.shape[1]
     counts = [before.occurrences.cpu(), after.occurrences.cpu()]
     chart = histograms(
-        {name: x.numpy() for name, x in zip(names, counts, strict=True)},
+        dict(zip(names, [x.numpy() for x in counts], strict=True)),
         f"How often a {candidate} is among the first {k} of a {query}, {' and '.join(names)}",
         f"number of {query}s with it among their first {k}",
         f"number of {candidate}s (log scale)",
@@ -93,14 +94,16 @@ def _changes(
 
     ``queries`` and ``candidates`` are their names.
     """
+    named = np.array(candidates, dtype=object)
     columns = {
         "query": queries,
-        "first candidate before": [candidates[i] for i in before.top[:, 0].tolist()],
-        "first candidate after": [candidates[i] for i in after.top[:, 0].tolist()],
+        "first candidate before": named[before.top[:, 0]],
+        "first candidate after": named[after.top[:, 0]],
         "rank before": before.best,
         "rank after": after.best,
     }
-    frame = pd.DataFrame(columns).loc[(before.best > 0).numpy()]
+    is_matched = before.best > 0
+    frame = pd.DataFrame(columns).loc[is_matched.numpy()]
     old = frame["rank before"]
     new = frame["rank after"]
     counts = {"queries before": before.occurrences, "after": after.occurrences}
@@ -112,9 +115,10 @@ def _changes(
         f"higher than before, {(new > old).sum()} lower.",
     ]
     # from 20 to 2 is more than from 200 to 182
-    for title, ratio in (("Gained most", old.div(new)), ("Lost most", new.div(old))):
+    for title, ratio in {"Gained most": old / new, "Lost most": new / old}.items():
         places = ratio[ratio > 1].nlargest(_LISTED).index
-        blocks.append({"title": title, "blocks": [_html(frame.loc[places].set_index("query"))]})
+        rows = frame.loc[places].set_index("query")
+        blocks.append({"title": title, "blocks": [_html(rows)]})
     return {"title": f"{query} → {candidate}", "blocks": blocks}
 
 

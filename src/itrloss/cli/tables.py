@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -118,13 +117,14 @@ class SystemComparison:
             timed: whether there is a column with the seconds.
         """
         names = [entry.title for entry in self.entries]
-        frames = [frame(names, [_recalls(entry, ks, timed) for entry in self.entries])]
+        recalls = [_recalls(entry, ks, timed) for entry in self.entries]
+        frames = [frame(names, recalls)]
         tests = len(TESTED) * (len(names) - 1)
         if tests:
-            least = 2 * tests / (self.samples + 1)
-            changes = [_changes(entry, least) for entry in self.entries[1:]]
+            changes = [_changes(entry) for entry in self.entries[1:]]
             frames.append(frame(names[1:], changes))
-        return Table(frames, [*_notes(self.entries, tests, self.samples), *self.notes])
+        notes = _notes(self.entries, tests, self.samples)
+        return Table(frames, [*notes, *self.notes])
 
 
 def frame(names: Sequence[str], lines: Sequence[Mapping[tuple[str, str], object]]) -> pd.DataFrame:
@@ -133,16 +133,10 @@ def frame(names: Sequence[str], lines: Sequence[Mapping[tuple[str, str], object]
     return pd.DataFrame([list(line.values()) for line in lines], list(names), columns)
 
 
-def p_text(p: float, least: float) -> str:
-    """Return a p-value in three decimals, never 0.
-
-    ``least`` is the smallest value that the number of samples allows. There a p-value is an upper
-    bound, which is rounded up.
-    """
+def p_text(p: float) -> str:
+    """Return a p-value in three decimals, never 0."""
     if p < 0.001:
         return "<0.001"
-    if p <= least * (1 + 1e-9) and p < 1:
-        return f"≤{math.ceil(1000 * p - 1e-6) / 1000:.3f}"
     return f"{p:.3f}"
 
 
@@ -159,14 +153,14 @@ def _recalls(entry: Entry, ks: Ks, timed: bool) -> dict[tuple[str, str], object]
     return line
 
 
-def _changes(entry: Entry, least: float) -> dict[tuple[str, str], object]:
+def _changes(entry: Entry) -> dict[tuple[str, str], object]:
     """Return the differences that are tested with their intervals, and the p-values."""
     line: dict[tuple[str, str], object] = {}
     for figure in TESTED:
         difference, low, high, p = entry.changes[figure]
         interval = f"({_signed(low)},{_signed(high)})"
         line[_HEADS[figure], "change (95 %)"] = f"{_signed(difference)} {interval}"
-        line[_HEADS[figure], "p"] = p_text(p, least)
+        line[_HEADS[figure], "p"] = p_text(p)
     return line
 
 
