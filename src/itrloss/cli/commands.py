@@ -33,12 +33,11 @@ from ..metrics import Judgements, default_ids, fold_repeated, retrieval_results,
 from ..metrics.labels import unrelated_ids, with_ids
 from ..metrics.relevance import Rules
 from ..similarity import Similarity
-from .comparison import METHODS, compare_models, compare_rerankers
+from .comparison import METHODS, Banks, compare_models, compare_rerankers
 from .options import Compare, Evaluate, Options, Rerank, Reranking
-from .tables import Entry, SystemComparison, Table, latex, show
+from .tables import Entry, Names, SystemComparison, Table, latex, show
 
 T = TypeVar("T")
-Names = tuple[Sequence[str], Sequence[str]]  # of images and of texts
 Command = Rerank | Evaluate | Compare
 _IDS = re.compile(r"(?<![\w/.-])(image|text)_ids(?![./-]?\w)")  # arguments, not parts of paths
 _EXTRA = (
@@ -386,7 +385,7 @@ def _naming(name: str) -> Iterator[None]:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _banks(args: Rerank | Evaluate, sim: Similarity) -> tuple[Tensor | None, Tensor | None]:
+def _banks(args: Rerank | Evaluate, sim: Similarity) -> Banks:
     """Return the queries of another set."""
     images = texts = None
     if args.bank_images is not None:

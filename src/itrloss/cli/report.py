@@ -10,11 +10,9 @@ import pandas as pd
 from ..metrics import QueryResults, skewness
 from .charts import histograms, intervals
 from .pages import Block, number, render
-from .tables import Entry, SystemComparison, Table, styled
+from .tables import Entry, Names, SystemComparison, Table, styled
 
 _LISTED = 10  # hubs, queries that gained, queries that lost
-# images and texts
-Names = tuple[Sequence[str], Sequence[str]]
 
 
 def page(

@@ -20,6 +20,8 @@ from ..metrics import Comparison, RetrievalResults
 from ..metrics.results import RECALLS, WAYS, Ks
 from ..rerank import Reranker
 
+Line = dict[tuple[str, str], object]  # cells by upper head and head
+Names = tuple[Sequence[str], Sequence[str]]  # of images and of texts
 DAGGER = "†"
 # the figures whose differences are tested: the RSUM and R@1 of both directions
 TESTED = ("rsum", "i2t_r1", "t2i_r1")
@@ -127,7 +129,7 @@ class SystemComparison:
         return Table(frames, [*notes, *self.notes])
 
 
-def frame(names: Sequence[str], lines: Sequence[Mapping[tuple[str, str], object]]) -> pd.DataFrame:
+def frame(names: Sequence[str], lines: Sequence[Line]) -> pd.DataFrame:
     """Return a data frame with an index of names; lines have cells by (upper head, head)."""
     columns = pd.MultiIndex.from_tuples(list(lines[0]))
     return pd.DataFrame([list(line.values()) for line in lines], list(names), columns)
@@ -140,10 +142,10 @@ def p_text(p: float) -> str:
     return f"{p:.3f}"
 
 
-def _recalls(entry: Entry, ks: Ks, timed: bool) -> dict[tuple[str, str], object]:
+def _recalls(entry: Entry, ks: Ks, timed: bool) -> Line:
     """Return R@K, the RSUM, and perhaps the time."""
     metrics = entry.results.metrics(ks)
-    line: dict[tuple[str, str], object] = {}
+    line: Line = {}
     for way in WAYS:
         for k in ks:
             line[ARROWS[way], f"R@{k}"] = metrics[f"{way}_r{k}"]
@@ -153,9 +155,9 @@ def _recalls(entry: Entry, ks: Ks, timed: bool) -> dict[tuple[str, str], object]
     return line
 
 
-def _changes(entry: Entry) -> dict[tuple[str, str], object]:
+def _changes(entry: Entry) -> Line:
     """Return the differences that are tested with their intervals, and the p-values."""
-    line: dict[tuple[str, str], object] = {}
+    line: Line = {}
     for figure in TESTED:
         difference, low, high, p = entry.changes[figure]
         interval = f"({_signed(low)},{_signed(high)})"
