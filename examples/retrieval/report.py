@@ -23,7 +23,6 @@ from typing import Any
 
 from torch import Tensor
 
-from itrloss.cli.charts import Series, lines
 from itrloss.cli.pages import Block, number, render
 from itrloss.cli.report import hubness
 from itrloss.files import written
@@ -31,6 +30,7 @@ from itrloss.metrics import RetrievalResults, retrieval_results
 from itrloss.rerank import Reranker
 
 from .config import NO_EFFECT
+from .curves import Series, lines
 from .data import Split, load_split
 from .evaluate import RECALLS, reranker
 from .paper_figures import in_two_dimensions, new_panels, scatter

@@ -6,9 +6,7 @@ numbers, strings and containers of them are read; ``.pt`` files are read with ``
 
 from __future__ import annotations
 
-import codecs
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -24,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,9 +31,7 @@ from torch import Tensor
 from .checks import as_int64, from_numpy
 from .torch_versions import untyped_storage
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
+_TEXT = "utf-8-sig"  # with or without a byte order mark, as Excel and Notepad write it
 _ENCODING = "latin1"  # of bytes in old pickle protocols
 _SHOWN = 200  # letters of a file that a message has at most
 _MISSING = ("nan", "na", "n/a", "<na>", "none", "null")
@@ -98,7 +94,7 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
         OSError: if it cannot be read.
         ImportError: if a package is missing that reads the format.
     """
-    path = _as_path(path)
+    path = Path(path)
     matrix = _tensor(path, _read(path, key))
     if matrix.ndim != 2 or 0 in matrix.shape:
         raise ValueError(
@@ -117,7 +113,9 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
 
 def _are_ids(x: Tensor) -> bool:
     """Return whether numbers are distinct integers, and too large for cosines."""
-    return _are_whole(x) and bool(x.abs().max() > 1) and len(x.unique()) == len(x) > 1
+    is_large = bool(x.abs().max() > 1)
+    is_distinct = len(x.unique()) == len(x) > 1
+    return _are_whole(x) and is_large and is_distinct
 
 
 def _are_whole(x: Tensor) -> bool:
@@ -142,22 +140,14 @@ def read_reranked(path: str | Path) -> SavedScores | None:
     Raises:
         ValueError, OSError: as :func:`read_matrix`.
     """
-    path = _as_path(path)
+    path = Path(path)
     if _suffix(path) != ".npz":
         return None
     with _reading(path), np.load(path) as arrays:
-        names = set(arrays)
-    if not names >= _RE_RANKED:
-        return None
-    flags = _tensor(path, _read(path, "transductive"))
-    return SavedScores(read_matrix(path, "i2t"), read_matrix(path, "t2i"), bool(flags.any()))
-
-
-def _as_path(path: str | Path) -> Path:
-    """Return a path; raise a TypeError for what names no file."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path: expected the name of a file, got {type(path).__name__}")
-    return Path(path)
+        if not set(arrays) >= _RE_RANKED:
+            return None
+        is_transductive = bool(arrays["transductive"].any())
+    return SavedScores(read_matrix(path, "i2t"), read_matrix(path, "t2i"), is_transductive)
 
 
 def _tensor(path: Path, x: object) -> Tensor:
@@ -195,7 +185,7 @@ def read_ids(path: str | Path, key: str | None = None) -> np.ndarray:
         ValueError, OSError, ImportError: as :func:`read_matrix`; also for floats that are too large
             to tell one integer from the next, such as 2**24 in float32.
     """
-    path = _as_path(path)
+    path = Path(path)
     content = _saved_ids(path, key)
     if isinstance(content, np.ndarray) and content.dtype.kind == "U":
         return _ids_of_texts(path, content.ravel())
@@ -225,11 +215,7 @@ def _saved_ids(path: Path, key: str | None) -> object:
         if all(map(_INTEGER.fullmatch, words)):
             return np.array(words, dtype=str)
         return np.array([line.strip() for line in text.split("\n")])
-    content = _read(path, key)
-    if isinstance(content, np.ndarray) and content.dtype.kind == "S":
-        with _reading(path):
-            return np.char.decode(content, "utf-8")
-    return content
+    return _read(path, key)
 
 
 def _ids_of_texts(path: Path, ids: np.ndarray) -> np.ndarray:
@@ -254,19 +240,16 @@ def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
     grade.
 
     A ``.txt`` file has a pair a line, separated by blanks; a ``.csv`` file may have a header;
-    ``.run`` and ``.qrels`` files are those of :func:`itrloss.metrics.save_trec`; or it is any
-    format of :func:`read_matrix`, with an array of this shape. An empty ``.txt`` file has no pairs.
+    or it is any format of :func:`read_matrix`, with an array of this shape. An empty ``.txt`` file
+    has no pairs.
     """
-    path = _as_path(path)
-    suffix = _suffix(path)
-    if suffix in (".txt", ".run", ".qrels"):
+    path = Path(path)
+    if _suffix(path) == ".txt":
         _check_unnamed(path, key)
         words = [line.split() for line in _text(path).splitlines() if line.strip()]
         with _reading(path):
-            table = np.array(words or np.empty((0, 2)))
-            if suffix != ".txt":
-                table = _trec_pairs(table, suffix)
-            pairs = _tensor(path, table.astype(float))
+            table = np.array(words or np.empty((0, 2)), dtype=float)
+            pairs = torch.from_numpy(table)
     else:
         pairs = _tensor(path, _read(path, key)).double()
     if pairs.ndim != 2 or pairs.shape[1] not in (2, 3):
@@ -277,22 +260,11 @@ def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
     return pairs
 
 
-def _trec_pairs(table: np.ndarray, suffix: str) -> np.ndarray:
-    """Return the columns of images, of texts and, of qrels, of grades: ``image3 0 text17 1``."""
-    columns = [0, 2] if table[0, 0].startswith("image") else [2, 0]  # the query is in front
-    if suffix == ".qrels":
-        columns.append(3)
-    return np.char.lstrip(table[:, columns], "imagetx")
-
-
 def read_lines(path: str | Path) -> list[str]:
     """Return the lines of a text file, split at newlines only: other Unicode line separators stay
     in them.
-
-    A file with a byte order mark, as Excel and Notepad write it, is read in the encoding that the
-    mark says, and any other as UTF-8.
     """
-    text = _text(_as_path(path))
+    text = _text(Path(path))
     return text.removesuffix("\n").split("\n") if text else []
 
 
@@ -329,7 +301,9 @@ def _reading(path: Path) -> Iterator[None]:
     """Return a context whose errors name the file."""
     try:
         yield
-    except (FileNotFoundError, ImportError, IsADirectoryError, PermissionError):
+    except ImportError as error:
+        raise ImportError(f"{path}: {error}: install itrloss with the extra 'files'") from None
+    except (FileNotFoundError, IsADirectoryError, PermissionError):
         raise
     except Exception as error:
         if str(error).startswith(f"{path}: "):  # it names the file already
@@ -349,8 +323,6 @@ def _array_name(path: Path, content: Mapping[str, Any], key: str | None) -> str:
     one.
     """
     names = list(content)
-    if isinstance(content, dict):  # of archives, entries are not looked at until they are chosen
-        names = [x for x in names if isinstance(content[x], list) or getattr(content[x], "ndim", 0)]
     if key is None:
         key = names[0] if len(names) == 1 else "sims"
     if key in names:
@@ -371,25 +343,11 @@ def _plain(x: Any) -> Any:
     return np.array(x) if isinstance(x, list) else x
 
 
-def _package(path: Path, name: str) -> ModuleType:
-    """Return a package that reads a file; raise an ImportError that names the extra it is in."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        package = name.partition(".")[0]
-        raise ImportError(
-            f"{path}: needs {package}: install itrloss with the extra 'files'"
-        ) from None
-
-
 def _read_npy(path: Path) -> object:
     """Return the array of a .npy file, mapped into memory, or the object that was pickled in it."""
-    readers = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }
     with open(path, "rb") as file:
-        _, _, dtype = readers[np.lib.format.read_magic(file)](file)
+        np.lib.format.read_magic(file)
+        _, _, dtype = np.lib.format.read_array_header_1_0(file)
         if dtype.hasobject:  # np.save of a dictionary
             return _unpickled(file)
     # raises an error if the file is shorter than its header says
@@ -398,14 +356,18 @@ def _read_npy(path: Path) -> object:
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, which are mapped into memory."""
-    return _package(path, "safetensors.torch").load_file(path)
+    from safetensors.torch import load_file
+
+    return load_file(path)
 
 
 def _read_mat(path: Path) -> Mapping[str, Any]:
     """Return the arrays of a MATLAB file; those of version 7.3 are HDF5, and transposed."""
-    if _package(path, "h5py").is_hdf5(path):
+    import h5py
+    import scipy.io  # noqa: F401
+
+    if h5py.is_hdf5(path):
         return {name: x[()].T for name, x in _read_hdf5(path).items()}
-    _package(path, "scipy.io")
     done = subprocess.run([sys.executable, "-c", _READ_MAT, path], capture_output=True)
     if done.returncode:
         *_, reason = done.stderr.decode(errors="replace").splitlines() or ["damaged"]
@@ -415,7 +377,8 @@ def _read_mat(path: Path) -> Mapping[str, Any]:
 
 def _read_hdf5(path: Path) -> dict[str, Any]:
     """Return the data sets of a file by their paths in it, each of which is read when chosen."""
-    h5py = _package(path, "h5py")
+    import h5py
+
     file = h5py.File(path, "r")  # closed with the last of its data sets
     names: list[str] = []
     file.visit(names.append)
@@ -458,15 +421,15 @@ def _csv_column(path: Path, key: str | None) -> np.ndarray:
         hint = f"for one of them, write {path}:{head[0][:_SHOWN]}"
         raise ValueError(f"{path}: expected one column; it has {names}; {hint}")
     ids = ids.ravel()
-    if key is not None or (_is_header(head) and all(map(_INTEGER.fullmatch, ids[1:]))):
+    are_integers = all(map(_INTEGER.fullmatch, ids[1:]))
+    if key is not None or (_is_header(head) and are_integers):
         return ids[1:]
     return ids
 
 
 def _separated(path: Path) -> tuple[list[str], Callable[..., np.ndarray]]:
     """Return the cells of the first line of a file of separated values, and its reader."""
-    encoding = _encoding(path)
-    with open(path, encoding=encoding) as file:
+    with open(path, encoding=_TEXT) as file:
         first = file.readline()
     if not first.strip():
         raise ValueError(f"{path}: the file is empty")
@@ -475,12 +438,13 @@ def _separated(path: Path) -> tuple[list[str], Callable[..., np.ndarray]]:
         np.loadtxt,
         path,
         delimiter=separator,
-        encoding=encoding,
+        encoding=_TEXT,
         quotechar='"',
         comments=None,
         ndmin=2,
     )
-    return np.char.strip(read(dtype=str, max_rows=1)).ravel().tolist(), read
+    cells = np.char.strip(read(dtype=str, max_rows=1)).ravel()
+    return cells.tolist(), read
 
 
 def _is_header(head: list[str]) -> bool:
@@ -494,18 +458,10 @@ def _is_header(head: list[str]) -> bool:
     return len(head) > 1 and np.array_equal(numbers, np.arange(len(head)))
 
 
-def _encoding(path: Path) -> str:
-    """Return the encoding that a byte order mark says, or UTF-8."""
-    with open(path, "rb") as file:
-        start = file.read(2)
-    has_wide_mark = start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    return "utf-16" if has_wide_mark else "utf-8-sig"
-
-
 def _text(path: Path) -> str:
     """Return the text of a file, without a byte order mark."""
     with _reading(path):
-        return path.read_text(encoding=_encoding(path))
+        return path.read_text(encoding=_TEXT)
 
 
 def _read_torch(path: Path) -> object:
@@ -631,22 +587,17 @@ def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
     removed on error.
 
     The permissions of a file that is replaced stay, and one that is read-only is refused. The
-    target of a symbolic link is replaced, not the link. A device or a pipe, such as
-    ``/dev/stdout``, is written to directly; in binary mode, whose archives need to seek, it is
-    refused. In text, what UTF-8 has no letters for becomes a question mark.
+    target of a symbolic link is replaced, not the link.
 
     Raises:
         OSError: before the body runs, if the file cannot be written.
     """
     path = Path(os.path.realpath(path))
-    check_writable(path, "b" in mode)
-    if path.exists() and not path.is_file():
-        with _opened(path, mode) as file:
-            yield file
-        return
+    check_writable(path)
+    encoding = None if "b" in mode else "utf-8"
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with _opened(temporary, mode) as file:
+        with open(temporary, mode, encoding=encoding) as file:
             if path.exists():
                 shutil.copymode(path, temporary)
             yield file
@@ -655,24 +606,12 @@ def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
         temporary.unlink(missing_ok=True)
 
 
-def _opened(path: Path, mode: str) -> IO[Any]:
-    """Return an open file."""
-    if "b" in mode:
-        return open(path, mode)
-    return open(path, mode, encoding="utf-8", errors="replace", newline="\n")
-
-
-def check_writable(path: Path, binary: bool = False) -> None:
-    """Raise an error for a folder, a file that is read-only, or a place where none can be made.
-
-    A device or a pipe is refused for what is ``binary``.
+def check_writable(path: Path) -> None:
+    """Raise an error for what is no file, a file that is read-only, or a place where none can be
+    made.
     """
-    if path.is_dir():
-        raise IsADirectoryError(f"{path}: expected a file to write, got a directory")
     if path.exists() and not path.is_file():
-        if binary:
-            raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
-        return
+        raise ValueError(f"{path}: expected a file to write, got a folder, a device or a pipe")
     if path.exists() and not path.stat().st_mode & stat.S_IWUSR:
         raise PermissionError(f"{path}: it is read-only")
     try:

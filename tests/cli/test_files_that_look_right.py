@@ -14,10 +14,10 @@ import pandas as pd
 import pytest
 from safetensors.numpy import save_file
 from scipy.io import savemat
-from support.command_line import C, N, refused, run, scores
+from support.command_line import C, N, scores
 from support.versions import require
 
-from itrloss.files import read_ids, read_matrix, read_pairs
+from itrloss.files import read_ids, read_matrix
 
 SCORES = scores()
 IDS = 100 + 7 * np.arange(N)
@@ -201,25 +201,3 @@ def test_a_damaged_file_of_matlab_ends_no_process(tmp_path: Path):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"s\.mat: "):
             read_matrix(path)
-
-
-# --- run and qrels files --------------------------------------------------------------------------
-
-
-def test_what_trec_files_have_is_read_back(saved, capsys):
-    command = ("rerank", "sims.npy", "--methods", "csls", "--samples", 20)
-    assert run(*command, "--trec", "trec") == 0
-    right = {(i, i * C + c) for i in range(N) for c in range(C)}
-    for way in ("i2t", "t2i"):
-        pairs = read_pairs(f"trec/{way}.qrels")
-        assert {(int(i), int(t)) for i, t, _ in pairs.tolist()} == right
-        assert set(pairs[:, 2].tolist()) == {1.0}
-        best = read_pairs(f"trec/{way}.run")
-        assert best.shape[1] == 2
-        assert int(best[:, 0].max()) == N - 1 and int(best[:, 1].max()) == N * C - 1
-    assert run(*command, "--relevant", "trec/t2i.qrels") == 0
-    assert run(*command, "--candidates", "trec/i2t.run") == 0
-    Path("other.run").write_text("query_a Q0 document_b 1 0.5 tag\n")
-    assert "other.run: not a readable .run file" in refused(
-        capsys, *command, "--candidates", "other.run"
-    )

@@ -14,9 +14,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     try:
         from .commands import run
+
+        return run(arguments)
     except ImportError as error:
-        package = str(error.name).partition(".")[0]
-        hint = "install itrloss with the extra 'cli': pip install 'itrloss[cli]'"
-        print(f"itrloss: the command line needs {package}\n{hint}", file=sys.stderr)
+        print(f"itrloss: {error}", file=sys.stderr)
+        print("pip install 'itrloss[cli,files,report]' has what commands need", file=sys.stderr)
         return 2
-    return run(arguments)

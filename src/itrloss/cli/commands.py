@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -25,30 +27,19 @@ from torch import Tensor
 from .. import __version__, files
 from ..checks import Names as Arguments
 from ..checks import one_of, require_finite
-from ..checks.warnings import SuspiciousInputWarning, UnfitScalesWarning, warn_of_guess
+from ..checks.warnings import SuspiciousInputWarning, warn_of_guess
 from ..files import Source
 from ..metrics import Judgements, default_ids, fold_repeated, retrieval_results, save_trec
 from ..metrics.labels import unrelated_ids, with_ids
 from ..metrics.relevance import Rules
 from ..similarity import Similarity
-from .comparison import METHODS, PLAIN, SystemComparison, compare_models, compare_rerankers
+from .comparison import METHODS, Banks, compare_models, compare_rerankers
 from .options import Compare, Evaluate, Options, Rerank, Reranking
-from .pages import check as check_report
-from .report import Names, page
-from .tables import Entry, Table, latex, show
+from .tables import Entry, Names, SystemComparison, Table, latex, show
 
 T = TypeVar("T")
 Command = Rerank | Evaluate | Compare
 _IDS = re.compile(r"(?<![\w/.-])(image|text)_ids(?![./-]?\w)")  # arguments, not parts of paths
-# what each option writes, by the suffix of its file; none is a folder
-_SUFFIXES = {
-    "metrics": ".csv",
-    "latex": ".tex",
-    "report": ".html",
-    "out": ".npz",
-    "queries": ".csv",
-    "trec": "",
-}
 _EXTRA = (
     "; several values of an option are separated by commas, as in --methods fast,csls; embeddings "
     "are for itrloss eval, scores of several models for itrloss compare"
@@ -129,7 +120,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who reads has read enough; nothing is flushed at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ImportError, OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         _say(error)
         return 2
     except KeyboardInterrupt:
@@ -162,13 +153,11 @@ def _answer(arguments: Sequence[str]) -> None:
 
 def _rerank(args: Rerank | Evaluate, arguments: Sequence[str]) -> None:
     """Compare re-rankers on the scores or embeddings of one model."""
-    outputs = _outputs(args, args.held_out)
+    outputs = _outputs(args)
     ks = _numbers(args.ks)
     methods = args.methods.split(",")
     for method in methods:
         one_of("--methods", method, *METHODS)
-    if args.write is not None:
-        one_of("--write", args.write, PLAIN, *methods)
     if args.folds > 1 and args.out is not None:
         raise ValueError("--out: expected --folds 1, as the file has the scores of all candidates")
     if args.report is None and (args.image_names or args.text_names):
@@ -185,21 +174,21 @@ def _rerank(args: Rerank | Evaluate, arguments: Sequence[str]) -> None:
         comparison = compare_rerankers(
             sim, methods, banks, validation, _track, args.folds, rules, args.samples
         )
-    _print(comparison.table(ks, timed=True, notes=warned))
+    comparison = replace(comparison, notes=[*comparison.notes, *warned])
+    _print(comparison.table(ks, timed=True))
     if not outputs:
         return
-    entry = _entry(args, comparison)
-    facts = _facts(args, arguments, about)
-    _write_results(args, comparison, entry, facts)
-    table = comparison.table(ks, notes=warned)
+    entry = _first_method(comparison)
+    facts = _facts(arguments, about)
+    _write_results(args, entry, sim, facts)
     title = f"Re-ranking of {', '.join(map(str, args.inputs))}"
-    _write_table(args, comparison, table, title, facts, entry, names)
+    _write_table(args, comparison, title, facts, entry, names)
     print(f"written ({entry.name}): {', '.join(map(str, outputs))}", flush=True)
 
 
 def _compare(args: Compare, arguments: Sequence[str]) -> None:
     """Compare the scores of several models, which are read one after the other."""
-    outputs = _outputs(args, args.scores)
+    outputs = _outputs(args)
     names = [str(source) for source in args.scores]
     if args.names is not None:
         names = args.names.split(",")
@@ -211,29 +200,20 @@ def _compare(args: Compare, arguments: Sequence[str]) -> None:
     rules = _rules(args)
     results = {}
     about = ""
-    shape = ()
     with _shown_warnings() as warned:
         for name, source in zip(names, _track(args.scores), strict=True):
-            saved = files.read_reranked(source.path) if source.key is None else None
-            matrix = _matrix(args, source) if saved is None else saved.i2t
-            by_ids = args.relevant is None
-            sim = _labelled([source], [matrix], args.image_ids, args.text_ids, by_ids)
-            if results and sim.shape != shape:
-                raise ValueError(f"{source}: expected shape {shape}, got {sim.shape}")
-            shape = sim.shape
-            scores: Similarity | tuple[Similarity, Tensor] = sim
-            if saved is not None:
-                require_finite(str(source), saved.t2i)
-                scores = sim, saved.t2i
-                transductive += [name] * saved.transductive
-            results[name] = retrieval_results(scores, folds=args.folds, **rules)
+            with _naming(str(source)):
+                sim, t2i, is_transductive = _model(args, source)
+                scores = sim if t2i is None else (sim, t2i)
+                results[name] = retrieval_results(scores, folds=args.folds, **rules)
+            transductive += [name] * is_transductive
             about = _about(args, sim)
         comparison = compare_models(results, transductive=transductive, samples=args.samples)
-    table = comparison.table(ks, notes=warned)
+    comparison = replace(comparison, notes=[*comparison.notes, *warned])
     print(about)
-    _print(table)
-    facts = _facts(args, arguments, about)
-    _write_table(args, comparison, table, f"Comparison of {', '.join(names)}", facts)
+    _print(comparison.table(ks))
+    title = f"Comparison of {', '.join(names)}"
+    _write_table(args, comparison, title, _facts(arguments, about))
     if outputs:
         print(f"written: {', '.join(map(str, outputs))}", flush=True)
 
@@ -253,7 +233,6 @@ def _shown_warnings() -> Iterator[list[str]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", SuspiciousInputWarning)
-        warnings.simplefilter("ignore", UnfitScalesWarning)
         warnings.showwarning = show
         yield notes
 
@@ -284,48 +263,41 @@ def _about(args: Options, sim: Similarity) -> str:
     return f"{n} images, {m} texts ({pairing})"
 
 
-def _facts(args: Options, arguments: Sequence[str], about: str) -> dict[str, str]:
+def _facts(arguments: Sequence[str], about: str) -> dict[str, str]:
     """Return what was computed, and with what and when."""
-    options = []
-    for name, value in vars(args).items():
-        if value and not isinstance(value, list):
-            options.append(f"--{name.replace('_', '-')} {value}")
     return {
         "data": about,
         "version": f"itrloss {__version__}",
         "date": datetime.now().astimezone().isoformat(" ", "seconds"),
         "command": files.printable(shlex.join(["itrloss", *arguments])),
-        "options": files.printable("; ".join(options)),
     }
 
 
 # -------------------------------------------------------------------------------------------- files
 
 
-def _outputs(args: Command, held_out: Iterable[Source]) -> list[Path]:
+def _outputs(args: Command) -> list[Path]:
     """Return what is to be written, after a check that it can be, and that no file has two uses."""
-    read = [*args.inputs, *held_out, *(x for x in vars(args).values() if isinstance(x, Source))]
+    read = [*args.inputs, *args.held_out]
+    outputs = {}
+    for name, value in vars(args).items():
+        if isinstance(value, Source):
+            read.append(value)
+        elif isinstance(value, Path):
+            outputs[name] = value
     used = [os.path.realpath(source.path) for source in read]
-    outputs = []
-    for name, suffix in _SUFFIXES.items():
-        path = getattr(args, name, None)
-        if path is None:
-            continue
+    for name, path in outputs.items():
         file = path
         if name == "trec" and path.exists():
             file = path / "i2t.run"
-        files.check_writable(file, binary=suffix == ".npz")
-        is_file = path.is_file() or not path.exists()
-        if suffix and is_file and path.suffix.lower() != suffix:
-            raise ValueError(f"--{name} {path}: expected a file named *{suffix}")
+        files.check_writable(file)
         place = os.path.realpath(file)
         if place in used:
             raise ValueError(f"--{name} {path}: expected a file of its own for a result")
         used.append(place)
-        outputs.append(path)
     if args.report is not None:
-        check_report()
-    return outputs
+        importlib.import_module("matplotlib")
+    return list(outputs.values())
 
 
 def _numbers(text: str) -> list[int]:
@@ -350,60 +322,19 @@ def _similarity(
     text_ids: Source | None,
     by_ids: bool = True,
 ) -> Similarity:
-    """Return the similarities in files, see :func:`_labelled`."""
-    matrices = [_matrix(args, source) for source in sources]
-    return _labelled(sources, matrices, image_ids, text_ids, by_ids)
-
-
-def _validation(args: Rerank | Evaluate) -> Similarity | None:
-    """Return the held-out pairs."""
-    if not args.held_out:
-        if args.val_image_ids or args.val_text_ids:
-            raise ValueError("--val-image-ids, --val-text-ids: expected --val, too")
-        return None
-    try:
-        return _similarity(args, args.held_out, args.val_image_ids, args.val_text_ids)
-    except ValueError as error:
-        raise ValueError(f"--val: {error}") from None
-
-
-def _banks(args: Rerank | Evaluate, sim: Similarity) -> tuple[Tensor | None, Tensor | None]:
-    """Return the queries of another set."""
-    images = texts = None
-    if args.bank_images is not None:
-        images = _matrix(args, args.bank_images)
-    if args.bank_texts is not None:
-        texts = _matrix(args, args.bank_texts)
-        if sim.embeddings is None and not args.text_ids and not args.relevant:
-            texts = fold_repeated(texts)  # as the rows of the scores are
-    if args.folds > 1 and sim.embeddings is None and (args.bank_images or args.bank_texts):
-        raise ValueError("--folds: expected 1 with banks of scores, which have all candidates")
-    return images, texts
-
-
-def _labelled(
-    sources: Sequence[Source],
-    matrices: Sequence[Tensor],
-    image_ids: Source | None,
-    text_ids: Source | None,
-    by_ids: bool,
-) -> Similarity:
-    """Return the similarities of scores, or of embeddings of images and of texts.
+    """Return the similarities of scores in a file, or of embeddings of images and of texts in two.
 
     ``by_ids``: the ids say which pairs are right.
     """
     names = [str(source) for source in sources]
+    matrices = [_matrix(args, source) for source in sources]
     ids = _ids(image_ids, text_ids, len(matrices[0]))
     if len(matrices) == 1:
-        try:
-            return with_ids(names[0], matrices[0], *ids, by_ids)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{names[0]}: {error}") from None
+        return with_ids(names[0], matrices[0], *ids, by_ids)
     images, texts = matrices
-    one, other = sources
-    if one.key == other.key and one.path.samefile(other.path):
+    if sources[0] == sources[1]:
         raise ValueError(
-            f"{one}: expected images and texts, got one array for both; of a file with both, "
+            f"{names[0]}: expected images and texts, got one array for both; of a file with both, "
             "FILE:NAME takes one"
         )
     if text_ids is None and by_ids:
@@ -417,6 +348,55 @@ def _labelled(
         texts = texts.float()
     called = Arguments(names[0], names[1], "image_ids", "text_ids")
     return Similarity(images, texts, ids[0], ids[1], names=called)
+
+
+def _validation(args: Rerank | Evaluate) -> Similarity | None:
+    """Return the held-out pairs."""
+    if args.held_out:
+        with _naming("--val"):
+            return _similarity(args, args.held_out, args.val_image_ids, args.val_text_ids)
+    if args.val_image_ids or args.val_text_ids:
+        raise ValueError("--val-image-ids, --val-text-ids: expected --val, too")
+    return None
+
+
+def _model(args: Compare, source: Source) -> tuple[Similarity, Tensor | None, bool]:
+    """Return a model's scores, others for text→image if it has some, and whether they depend on the
+    other test queries.
+    """
+    saved = files.read_reranked(source.path) if source.key is None else None
+    matrix = _matrix(args, source) if saved is None else saved.i2t
+    ids = _ids(args.image_ids, args.text_ids, len(matrix))
+    sim = with_ids(str(source), matrix, *ids, args.relevant is None)
+    if saved is None:
+        return sim, None, False
+    require_finite(str(source), saved.t2i)
+    return sim, saved.t2i, saved.transductive
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Return a context whose errors name an option or a file."""
+    try:
+        yield
+    except ValueError as error:
+        if name in str(error):
+            raise
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _banks(args: Rerank | Evaluate, sim: Similarity) -> Banks:
+    """Return the queries of another set."""
+    images = texts = None
+    if args.bank_images is not None:
+        images = _matrix(args, args.bank_images)
+    if args.bank_texts is not None:
+        texts = _matrix(args, args.bank_texts)
+        if sim.embeddings is None and not args.text_ids and not args.relevant:
+            texts = fold_repeated(texts)  # as the rows of the scores are
+    if args.folds > 1 and sim.embeddings is None and (args.bank_images or args.bank_texts):
+        raise ValueError("--folds: expected 1 with banks of scores, which have all candidates")
+    return images, texts
 
 
 def _ids(
@@ -464,61 +444,57 @@ def _names(source: Source | None, item: str, size: int) -> list[str]:
 # ------------------------------------------------------------------------------------------ results
 
 
-def _entry(args: Reranking, comparison: SystemComparison) -> Entry:
-    """Return the last entry of the method that is written: calibrated and by a bank, if so tried.
-
-    It is the method that --write names, or the first one.
-    """
-    entries = {entry.method: entry for entry in comparison.entries}
-    methods = list(entries)
-    if len(methods) == 1:
+def _first_method(comparison: SystemComparison) -> Entry:
+    """Return the last entry of the first method: calibrated and by a bank, if so tried."""
+    tried = comparison.entries[1:]
+    if not tried:
         raise ValueError("--methods: all were left out, so that there is nothing to write")
-    name = args.write or methods[1]
-    one_of("--write", name, *methods)
-    return entries[name]
+    return [entry for entry in tried if entry.method == tried[0].method][-1]
 
 
 def _write_results(
-    args: Reranking, comparison: SystemComparison, entry: Entry, facts: Mapping[str, str]
+    args: Reranking, entry: Entry, sim: Similarity, facts: Mapping[str, str]
 ) -> None:
     """Write the results of an entry."""
-    sim = comparison.sim
-    assert sim is not None
     if args.trec is not None:
-        best = retrieval_results(
-            sim, reranker=entry.reranker, hubness_k=args.top, folds=args.folds, **comparison.rules
-        )
-        save_trec(best, args.trec)
+        save_trec(entry.results, args.trec)
     if args.out is not None:
-        i2t = t2i = sim.scores()
-        flags = (False, False)
-        if entry.reranker is not None:
-            i2t, t2i = entry.reranker.rerank(sim)
-            flags = entry.reranker.transductive
+        assert entry.reranker is not None
+        scores = entry.reranker.rerank(sim)
         with files.written(args.out, "wb") as file:
-            np.savez(file, i2t=i2t.numpy(), t2i=t2i.numpy(), transductive=np.array(flags))
+            np.savez(
+                file,
+                i2t=scores.i2t.numpy(),
+                t2i=scores.t2i.numpy(),
+                transductive=np.array(scores.transductive),
+            )
     if args.queries is not None:
-        _write_text(args.queries, entry.results.to_frame().assign(**facts).to_csv(index=False))
+        rows = entry.results.to_frame().assign(**facts)
+        _write_text(args.queries, rows.to_csv(index=False))
 
 
 def _write_table(
     args: Options,
     comparison: SystemComparison,
-    table: Table,
     title: str,
     facts: Mapping[str, str],
     chosen: Entry | None = None,
     names: Names = ((), ()),
 ) -> None:
     """Write the table of all entries in LaTeX, the page that it is in, and all metrics as CSV."""
+    ks = _numbers(args.ks)
+    table = comparison.table(ks)
     if args.report is not None:
+        from .report import page
+
         _write_text(args.report, page(comparison, table, title, facts, chosen, names))
     if args.latex is not None:
         comments = "".join(f"% {name}: {' '.join(fact.split())}\n" for name, fact in facts.items())
         _write_text(args.latex, comments + latex(table))
     if args.metrics is not None:
-        ks = _numbers(args.ks)
-        rows = [{"method": x.name, **x.results.metrics(ks), **facts} for x in comparison.entries]
+        rows = []
+        for entry in comparison.entries:
+            rows.append({"method": entry.name, **entry.results.metrics(ks), **facts})
         _write_text(args.metrics, pd.DataFrame(rows).to_csv(index=False))
 
 

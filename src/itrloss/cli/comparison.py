@@ -8,7 +8,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -19,12 +19,11 @@ from ..metrics import RetrievalResults, compare_all, retrieval_results
 from ..metrics.labels import with_ids
 from ..metrics.matching import rows_of
 from ..metrics.relevance import Rules
-from ..metrics.results import RECALLS, Ks, check_systems
-from ..metrics.retrieval import as_pair
+from ..metrics.results import check_systems
 from ..rerank import FastReranker, Reranker
 from ..rerank.base import go_beyond_cosines, has_defaults_for_cosines
 from ..similarity import Similarity
-from .tables import TESTED, Entry, Table, comparison_table, samples_for
+from .tables import TESTED, Entry, SystemComparison, samples_for
 
 METHODS: dict[str, type[Reranker]] = {
     "fast": rerank.FastReranker,
@@ -48,56 +47,7 @@ _ADVICE = {
     "nnn, bank": "with a bank and no labels it gained most, and no query depends on another",
     "csls": "with neither labels nor a bank it kept most of its gain where people judged relevance",
 }
-_OF_TEST = "pairs of the test set"  # on which nothing may be chosen
 Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
-
-
-@dataclass(frozen=True)
-class SystemComparison:
-    """Models or re-rankers on the same queries, each compared with the first one.
-
-    Attributes:
-        entries: of re-rankers, first the one without re-ranking.
-        samples: how many there were of the bootstrap behind the changes.
-        sim: the similarities that were re-ranked; None for several models.
-        left_out: the methods that could not be tried, and why.
-        rules: who is right, and who is ranked.
-    """
-
-    entries: list[Entry]
-    samples: int = 0
-    sim: Similarity | None = None
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    rules: Rules = field(default_factory=Rules)
-
-    def table(self, ks: Ks = RECALLS, *, timed: bool = False, notes: Sequence[str] = ()) -> Table:
-        """Return the table of all entries: recalls, changes of the RSUM and of R@1, and notes.
-
-        Args:
-            ks: the K of R@K.
-            timed: whether there is a column with the seconds.
-            notes: further ones, such as warnings of the input.
-        """
-        own = []
-        for entry in self.entries:
-            if entry.chosen_on:
-                own.append(f"{entry.name}: {entry.reranker!r}, chosen on {entry.chosen_on}.")
-        for name, why in self.left_out.items():
-            own.append(f"{name} was left out: {why}.")
-        if self.sim is not None and len(self.entries) > 1:
-            own.append(self.advice())
-        return comparison_table(
-            self.entries, ks, samples=self.samples, timed=timed, notes=[*own, *notes]
-        )
-
-    def advice(self) -> str:
-        """Return a sentence on which method to take."""
-        for name, why in _ADVICE.items():
-            for entry in self.entries[1:]:
-                rises = entry.name == name and entry.changes["rsum"].difference > 0
-                if rises and entry.chosen_on != _OF_TEST:
-                    return f"Take {name}: {why}."
-        return "Choose by held-out pairs (--val): the best row is chosen by the test set's labels."
 
 
 def compare_rerankers(
@@ -119,8 +69,8 @@ def compare_rerankers(
             ``Sinkhorn(scale=50)``.
         banks: queries of another set, of images and of texts, see
             :meth:`itrloss.rerank.Reranker.fit`. Re-rankers with banks of their own keep these.
-        validation: held-out pairs that ``"fast"`` is calibrated on, too: as ``sim``. A warning says
-            so if half of them are in the test set.
+        validation: held-out pairs that ``"fast"`` is calibrated on, too: as ``sim``, of other
+            images and texts.
         track: what shows progress over a list, such as ``tqdm`` or ``rich.progress.track``.
         folds: see :func:`itrloss.metrics.retrieval_results`.
         rules: the arguments ``relevant``, ``exclude`` and ``candidates`` of the same function, by
@@ -133,34 +83,33 @@ def compare_rerankers(
     """
     rerankers = _by_name(methods)
     rules = rules or Rules()
-    if not isinstance(banks, (tuple, list)) or len(banks) != 2:
+    if not isinstance(banks, (tuple, list)):
         expected = "a pair, queries of images and of texts, or None for one of them"
         raise TypeError(f"banks: expected {expected}, got {type(banks).__name__}")
-    if validation is not None and "fast" not in rerankers:
-        raise ValueError("validation: expected 'fast' among methods, which is calibrated on it")
-    sim = _with_ids("sim", sim)
+    sim = with_ids("sim", sim, None, None)
     if validation is not None:
-        validation = _with_ids("validation", validation)
-    left_out = {}
-    trials: list[_Trial] = [_Trial(PLAIN)]
-    for name, method in rerankers.items():
+        validation = with_ids("validation", validation, None, None)
+        _check_held_out(validation, sim)
+        if "fast" not in rerankers:
+            raise ValueError("validation: expected 'fast' among methods, which is calibrated on it")
+    notes = []
+    for name, method in list(rerankers.items()):
         why = _obstacle(method, sim, banks)
         if why:
-            left_out[name] = why
-            continue
-        for used in _banks_to_try(method, banks):
-            trials.append(_Trial(name, method, used))
-            if name == "fast" and validation is not None:
-                trials.append(_Trial(name, method, used, validation))
+            notes.append(f"{name} was left out: {why}.")
+            del rerankers[name]
+    trials = _trials(rerankers, banks, validation)
     _warn_of_units(sim, trials)
-    chosen_on = _pairs_in_words(sim, validation)
     entries = []
     for trial in track(trials):
         entry = _tried(trial, sim, folds, rules)
-        entries.append(replace(entry, chosen_on=chosen_on if trial.validation else ""))
-    if samples is None:
-        samples = samples_for(len(entries) - 1)
-    return SystemComparison(_compared(entries, samples), samples, sim, left_out, rules)
+        entries.append(entry)
+        if trial.validation is not None:
+            notes.append(f"{entry.name}: {entry.reranker!r}, chosen on held-out pairs.")
+    found = _compared(entries, samples)
+    if len(entries) > 1:
+        notes.append(_advice(found.entries))
+    return replace(found, notes=notes)
 
 
 @dataclass(frozen=True)
@@ -171,6 +120,19 @@ class _Trial:
     reranker: Reranker | None = None  # None: no re-ranking
     banks: Banks | None = None  # None: the test queries, or banks of its own
     validation: Similarity | None = None  # None: its scales are not chosen on pairs
+
+
+def _trials(
+    rerankers: Mapping[str, Reranker], banks: Banks, validation: Similarity | None
+) -> list[_Trial]:
+    """Return what is tried: no re-ranking, and each method with and without banks."""
+    trials = [_Trial(PLAIN)]
+    for name, method in rerankers.items():
+        for used in _banks_to_try(method, banks):
+            trials.append(_Trial(name, method, used))
+            if name == "fast" and validation is not None:
+                trials.append(_Trial(name, method, used, validation))
+    return trials
 
 
 def _tried(trial: _Trial, sim: Similarity, folds: int, rules: Rules) -> Entry:
@@ -189,40 +151,48 @@ def _tried(trial: _Trial, sim: Similarity, folds: int, rules: Rules) -> Entry:
     return Entry(name, results, trial.method, reranker, any(transductive), seconds)
 
 
-def _pairs_in_words(sim: Similarity, validation: Similarity | None) -> str:
-    """Return what the validation pairs are; warn if they are those of the test set."""
-    if validation is None:
-        return ""
+def _check_held_out(validation: Similarity, sim: Similarity) -> None:
+    """Raise a ValueError for pairs with the images or the texts of the test set."""
     for test, other in ((sim, validation), (sim.T, validation.T)):
         if are_the_same(rows_of(test), rows_of(other)):
-            warn(
-                "validation: it has items of the test set, on which nothing may be calibrated; "
-                "pass held-out pairs"
+            raise ValueError(
+                "validation: expected held-out pairs, got images or texts of the test set, on "
+                "which nothing may be calibrated"
             )
-            return _OF_TEST
-    return "held-out pairs"
 
 
-def _warn_of_units(sim: Similarity, trials: Iterable[_Trial]) -> None:
+def _warn_of_units(sim: Similarity, trials: Sequence[_Trial]) -> None:
     """Warn of scores that are no cosines, if methods have scales for cosines."""
-    found = {}
+    names = {}
     for trial in trials:
         if trial.reranker is not None and has_defaults_for_cosines(trial.reranker):
-            found[trial.method] = trial
-    if found and go_beyond_cosines(sim):
+            names[trial.method] = None  # once, though it has several trials
+    if names and go_beyond_cosines(sim):
         warn(
             "scores: some are beyond -1 to 1, as of logits or distances, and the scales of "
-            f"{', '.join(found)} are for cosine similarities. Divide logits by the model's logit "
+            f"{', '.join(names)} are for cosine similarities. Divide logits by the model's logit "
             "scale"
         )
 
 
-def _compared(entries: Sequence[Entry], samples: int) -> list[Entry]:
-    """Return the entries with their changes from the first one."""
+def _advice(entries: Sequence[Entry]) -> str:
+    """Return a sentence on which method to take."""
+    for name, why in _ADVICE.items():
+        for entry in entries[1:]:
+            if entry.name == name and entry.changes["rsum"].difference > 0:
+                return f"Take {name}: {why}."
+    return "Choose by held-out pairs (--val): the best row is chosen by the test set's labels."
+
+
+def _compared(entries: Sequence[Entry], samples: int | None) -> SystemComparison:
+    """Return the comparison of entries with the first one."""
+    if samples is None:
+        samples = samples_for(len(entries) - 1)
     systems = {entry.name: entry.results for entry in entries}
     first, *others = entries
     changes = compare_all(systems, baseline=first.name, figures=TESTED, samples=samples)
-    return [first, *(replace(entry, changes=changes[entry.name]) for entry in others)]
+    others = [replace(entry, changes=changes[entry.name]) for entry in others]
+    return SystemComparison([first, *others], samples)
 
 
 def compare_models(
@@ -247,36 +217,21 @@ def compare_models(
         raise ValueError(f"results: expected at least two models, got {len(results)}")
     for name in transductive:
         one_of("transductive", name, *results)
-    if samples is None:
-        samples = samples_for(len(results) - 1)
     entries = []
     for name, own in results.items():
         entries.append(Entry(name, own, transductive=name in transductive))
-    return SystemComparison(_compared(entries, samples), samples)
-
-
-def _with_ids(name: str, scores: Tensor | Similarity) -> Similarity:
-    """Return scores of any form as a Similarity."""
-    if isinstance(as_pair(scores), tuple):
-        expected = "one matrix of scores, from which both directions are re-ranked"
-        raise TypeError(f"{name}: expected {expected}, got a pair")
-    return with_ids(name, scores, None, None)
+    return _compared(entries, samples)
 
 
 def _by_name(methods: Iterable[str | Reranker]) -> dict[str, Reranker]:
     """Return re-rankers by their names in :data:`METHODS`, and others as they show themselves."""
-    if isinstance(methods, str) or not isinstance(methods, Iterable):
-        raise TypeError(f"methods: expected a list such as ['fast', CSLS(10)], got {methods!r}")
     found = {}
     for method in methods:
-        if isinstance(method, str):
-            one_of("methods", method, *METHODS)
-            found[method] = METHODS[method]()
-        elif isinstance(method, Reranker):
+        if isinstance(method, Reranker):
             found[repr(method)] = method
         else:
-            expected = "names and re-rankers with their options, such as 'csls' or CSLS(10)"
-            raise TypeError(f"methods: expected {expected}, got {method!r}")
+            one_of("methods", method, *METHODS)
+            found[method] = METHODS[method]()
     return found
 
 

@@ -20,17 +20,12 @@ _KS = ",".join(map(str, RECALLS))
 _TEST = "The test set"
 _HELD_OUT = "Held-out pairs and banks"
 _TABLE = "The table"
-_ONE = "The results of one method"
+_ONE = "The results of the first method"
 
 
-def _option(group: str, metavar: str, about: str):
-    """Return the settings of an option."""
-    return typer.Option(metavar=metavar, rich_help_panel=group, help=about)
-
-
-def _number(group: str, about: str):
-    """Return the settings of a number of at least 1."""
-    return typer.Option(min=1, metavar="N", rich_help_panel=group, help=about)
+def _option(group: str, metavar: str, about: str, least: int | None = None):
+    """Return the settings of an option; ``least`` is of a number."""
+    return typer.Option(metavar=metavar, rich_help_panel=group, help=about, min=least)
 
 
 def _file(group: str, about: str):
@@ -68,9 +63,13 @@ class Options:
     ] = None
     exclude: Annotated[Read, _file(_TEST, "pairs that are not ranked")] = None
     candidates: Annotated[Read, _file(_TEST, "the only pairs that are ranked")] = None
-    folds: Annotated[int, _number(_TEST, "parts of images; 5: MSCOCO's 5-fold 1K")] = 1
+    folds: Annotated[
+        int, _option(_TEST, "N", "parts of images; 5: MSCOCO's 5-fold 1K", least=1)
+    ] = 1
     ks: Annotated[str, _option(_TABLE, "K,…", "of R@K, recall@K and nDCG@K")] = _KS
-    samples: Annotated[int | None, _number(_TABLE, "of the bootstrap; default: 2000 a test")] = None
+    samples: Annotated[
+        int | None, _option(_TABLE, "N", "of the bootstrap; default: 2000 a test", least=1)
+    ] = None
     metrics: Annotated[Write, _option(_TABLE, "FILE.csv", "all metrics of all rows")] = None
     latex: Annotated[Write, _option(_TABLE, "FILE.tex", "the table in LaTeX")] = None
     report: Annotated[Write, _option(_TABLE, "FILE.html", "a page with table and charts")] = None
@@ -85,15 +84,9 @@ class Reranking(Options):
     bank_images: Annotated[Read, _file(_HELD_OUT, "other images, or scores (B, n_texts)")] = None
     bank_texts: Annotated[Read, _file(_HELD_OUT, "other texts, or scores (n_images, B)")] = None
     methods: Annotated[str, _METHODS] = _ALL
-    write: Annotated[
-        str | None, _option(_ONE, "NAME", "whose results; default: the first method's")
-    ] = None
     out: Annotated[Write, _option(_ONE, "FILE.npz", "its scores i2t and t2i")] = None
     queries: Annotated[Write, _option(_ONE, "FILE.csv", "rank and precision of each query")] = None
-    trec: Annotated[
-        Write, _option(_ONE, "FOLDER", "its --top best candidates as run and qrels files")
-    ] = None
-    top: Annotated[int, _number(_ONE, "how many for --trec")] = 10
+    trec: Annotated[Write, _option(_ONE, "FOLDER", "its ten best as run and qrels files")] = None
     image_names: Annotated[Read, _file(_ONE, "a line an image, for the report")] = None
     text_names: Annotated[Read, _file(_ONE, "a line a text, for the report: the captions")] = None
 
@@ -150,6 +143,8 @@ class Compare(Options):
     transductive: Annotated[
         str, _option(_TABLE, "NAME,…", "models that look at other test queries")
     ] = ""
+
+    held_out: ClassVar[list[Source]] = []
 
     @property
     def inputs(self) -> list[Source]:

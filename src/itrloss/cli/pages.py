@@ -20,27 +20,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jinja2 import Environment, FileSystemLoader
+
 Block = str | Mapping[str, object]
-
-
-def check() -> None:
-    """Raise an ImportError that names the extra unless the dependencies of pages and charts are
-    installed.
-    """
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"report: {error.name} is missing; install itrloss with the extra 'report'"
-        ) from error
 
 
 def render(title: str, blocks: Sequence[Block]) -> str:
     """Return an HTML page."""
-    check()
-    from jinja2 import Environment, FileSystemLoader
-
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )

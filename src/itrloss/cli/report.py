@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pandas as pd
 
 from ..metrics import QueryResults, skewness
 from .charts import histograms, intervals
-from .comparison import SystemComparison
 from .pages import Block, number, render
-from .tables import ARROWS, Entry, Table, styled
+from .tables import Entry, Names, SystemComparison, Table, styled
 
 _LISTED = 10  # hubs, queries that gained, queries that lost
-# images and texts
-Names = tuple[Sequence[str], Sequence[str]]
 
 
 def page(
@@ -39,12 +37,6 @@ def page(
         _changes("image", "text", images, texts, first.i2t, chosen.results.i2t),
         _changes("text", "image", texts, images, first.t2i, chosen.results.t2i),
     ]
-    hubs = [
-        "A skewness of 0 means that no candidate is a hub. Compare a transductive method with "
-        "others of its kind: with a bank, queries are independent.",
-        _skewness(comparison),
-    ]
-    blocks.append({"title": "Hubs of all methods", "blocks": hubs})
     blocks.append({"title": f"What {chosen.name} changed", "blocks": changed})
     return render(title, blocks)
 
@@ -56,7 +48,7 @@ def hubness(
     k = before.top.shape[1]
     counts = [before.occurrences.cpu(), after.occurrences.cpu()]
     chart = histograms(
-        {name: x.numpy() for name, x in zip(names, counts, strict=True)},
+        dict(zip(names, [x.numpy() for x in counts], strict=True)),
         f"How often a {candidate} is among the first {k} of a {query}, {' and '.join(names)}",
         f"number of {query}s with it among their first {k}",
         f"number of {candidate}s (log scale)",
@@ -88,16 +80,6 @@ def _table_blocks(comparison: SystemComparison, table: Table) -> list[Block]:
     return blocks
 
 
-def _skewness(comparison: SystemComparison) -> Block:
-    """Return the table of the skewness of k-occurrences of all methods."""
-    rows = {}
-    for entry in comparison.entries:
-        metrics = entry.results.metrics()
-        rows[entry.name] = {arrow: metrics[f"{way}_skewness"] for way, arrow in ARROWS.items()}
-    frame = pd.DataFrame.from_dict(rows, orient="index")
-    return {"html": frame.to_html(float_format="{:.2f}".format, border=0)}
-
-
 def _changes(
     query: str,
     candidate: str,
@@ -110,34 +92,35 @@ def _changes(
 
     ``queries`` and ``candidates`` are their names.
     """
-    matched = (before.best > 0).nonzero().squeeze(1)
-    old = before.best[matched]  # ranks of the best right candidate
-    new = after.best[matched]
-    gain = old.double().log() - new.double().log()  # from 20 to 2 is more than from 200 to 182
+    named = np.array(candidates, dtype=object)
     columns = {
-        "first candidate before": [candidates[i] for i in before.top[matched, 0].tolist()],
-        "first candidate after": [candidates[i] for i in after.top[matched, 0].tolist()],
-        "rank before": old,
-        "rank after": new,
+        "query": queries,
+        "first candidate before": named[before.top[:, 0]],
+        "first candidate after": named[after.top[:, 0]],
+        "rank before": before.best,
+        "rank after": after.best,
     }
-    frame = pd.DataFrame(columns, index=[queries[q] for q in matched.tolist()])
+    is_matched = before.best > 0
+    frame = pd.DataFrame(columns).loc[is_matched.numpy()]
+    old = frame["rank before"]
+    new = frame["rank after"]
     counts = {"queries before": before.occurrences, "after": after.occurrences}
-    hubs = pd.DataFrame(counts, index=list(candidates))
-    hubs = hubs.sort_values("queries before", ascending=False, kind="stable").head(_LISTED)
+    hubs = pd.DataFrame(counts, index=list(candidates)).nlargest(_LISTED, "queries before")
     blocks = [
         {"figures": [hubness(before, after, ("before", "after"), query, candidate)]},
-        {"title": "Greatest hubs before", "blocks": [_listed(hubs)]},
-        f"{int((new < old).sum())} of {len(matched)} queries rank their right candidate "
-        f"higher than before, {int((new > old).sum())} lower.",
+        {"title": "Greatest hubs before", "blocks": [_html(hubs)]},
+        f"{(new < old).sum()} of {len(frame)} queries rank their right candidate "
+        f"higher than before, {(new > old).sum()} lower.",
     ]
-    for title, gains in (("Gained most", gain), ("Lost most", -gain)):
-        order = gains.sort(descending=True, stable=True).indices[:_LISTED]
-        rows = frame.iloc[order[gains[order] > 0].numpy()]
-        blocks.append({"title": title, "blocks": [_listed(rows)]})
+    # from 20 to 2 is more than from 200 to 182
+    for title, ratio in {"Gained most": old / new, "Lost most": new / old}.items():
+        places = ratio[ratio > 1].nlargest(_LISTED).index
+        rows = frame.loc[places].set_index("query")
+        blocks.append({"title": title, "blocks": [_html(rows)]})
     return {"title": f"{query} → {candidate}", "blocks": blocks}
 
 
-def _listed(frame: pd.DataFrame) -> Block:
+def _html(frame: pd.DataFrame) -> Block:
     """Return a data frame as a table of a page."""
     with pd.option_context("display.max_colwidth", None):  # captions are not cut off
-        return {"html": frame.to_html(border=0)}
+        return {"html": frame.to_html(border=0, index_names=False)}

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import io
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pandas as pd
@@ -21,10 +20,11 @@ from ..metrics import Comparison, RetrievalResults
 from ..metrics.results import RECALLS, WAYS, Ks
 from ..rerank import Reranker
 
+Line = dict[tuple[str, str], object]  # cells by upper head and head
+Names = tuple[Sequence[str], Sequence[str]]  # of images and of texts
 DAGGER = "†"
 # the figures whose differences are tested: the RSUM and R@1 of both directions
 TESTED = ("rsum", "i2t_r1", "t2i_r1")
-SIGNIFICANT = 0.05
 # Bootstrap samples for each test. If none of them has the other sign, p is 2 / (samples + 1) before
 # Holm's correction multiplies it by at most the number of tests: "< 0.001".
 SAMPLES_A_TEST = 2000
@@ -67,7 +67,6 @@ class Entry:
         seconds: how long it took; 0 of models.
         changes: the differences of the RSUM and of R@1 of both directions from the first entry,
             with p-values that Holm's method corrected over all entries; empty for the first.
-        chosen_on: the pairs that its scales were chosen on, in words; empty if they were not.
     """
 
     name: str
@@ -77,7 +76,6 @@ class Entry:
     transductive: bool = False
     seconds: float = 0.0
     changes: Mapping[str, Comparison] = field(default_factory=dict)
-    chosen_on: str = ""
 
     @property
     def title(self) -> str:
@@ -99,55 +97,55 @@ class Table:
     notes: Sequence[str] = ()
 
 
-def comparison_table(
-    entries: Sequence[Entry],
-    ks: Ks = RECALLS,
-    *,
-    samples: int,
-    timed: bool = False,
-    notes: Iterable[str] = (),
-) -> Table:
-    """Return the table of entries, each compared with the first one.
+@dataclass(frozen=True)
+class SystemComparison:
+    """Models or re-rankers on the same queries, each compared with the first one.
 
-    Args:
-        entries: the first is the base.
-        ks: the K of R@K.
-        samples: the number of bootstrap samples behind their changes.
-        timed: whether there is a column with the seconds.
-        notes: further ones, behind those on the figures.
+    Attributes:
+        entries: of re-rankers, first the one without re-ranking.
+        samples: how many there were of the bootstrap behind the changes.
+        notes: sentences on the entries.
     """
-    tests = len(TESTED) * (len(entries) - 1)
-    least = 2 * tests / (samples + 1)
-    names = [entry.title for entry in entries]
-    frames = [frame(names, [_recalls(entry, ks, timed) for entry in entries])]
-    if tests:
-        frames.append(frame(names[1:], [_changes(entry, least) for entry in entries[1:]]))
-    return Table(frames, [*_notes(entries, tests, samples), *_falls(entries), *notes])
+
+    entries: Sequence[Entry]
+    samples: int = 0
+    notes: Sequence[str] = ()
+
+    def table(self, ks: Ks = RECALLS, *, timed: bool = False) -> Table:
+        """Return the table of all entries: recalls, changes of the RSUM and of R@1, and notes.
+
+        Args:
+            ks: the K of R@K.
+            timed: whether there is a column with the seconds.
+        """
+        names = [entry.title for entry in self.entries]
+        recalls = [_recalls(entry, ks, timed) for entry in self.entries]
+        frames = [frame(names, recalls)]
+        tests = len(TESTED) * (len(names) - 1)
+        if tests:
+            changes = [_changes(entry) for entry in self.entries[1:]]
+            frames.append(frame(names[1:], changes))
+        notes = _notes(self.entries, tests, self.samples)
+        return Table(frames, [*notes, *self.notes])
 
 
-def frame(names: Sequence[str], lines: Sequence[Mapping[tuple[str, str], object]]) -> pd.DataFrame:
+def frame(names: Sequence[str], lines: Sequence[Line]) -> pd.DataFrame:
     """Return a data frame with an index of names; lines have cells by (upper head, head)."""
     columns = pd.MultiIndex.from_tuples(list(lines[0]))
     return pd.DataFrame([list(line.values()) for line in lines], list(names), columns)
 
 
-def p_text(p: float, least: float) -> str:
-    """Return a p-value in three decimals, never 0.
-
-    ``least`` is the smallest value that the number of samples allows. There a p-value is an upper
-    bound, which is rounded up.
-    """
+def p_text(p: float) -> str:
+    """Return a p-value in three decimals, never 0."""
     if p < 0.001:
         return "<0.001"
-    if p <= least * (1 + 1e-9) and p < 1:
-        return f"≤{math.ceil(1000 * p - 1e-6) / 1000:.3f}"
     return f"{p:.3f}"
 
 
-def _recalls(entry: Entry, ks: Ks, timed: bool) -> dict[tuple[str, str], object]:
+def _recalls(entry: Entry, ks: Ks, timed: bool) -> Line:
     """Return R@K, the RSUM, and perhaps the time."""
     metrics = entry.results.metrics(ks)
-    line: dict[tuple[str, str], object] = {}
+    line: Line = {}
     for way in WAYS:
         for k in ks:
             line[ARROWS[way], f"R@{k}"] = metrics[f"{way}_r{k}"]
@@ -157,21 +155,20 @@ def _recalls(entry: Entry, ks: Ks, timed: bool) -> dict[tuple[str, str], object]
     return line
 
 
-def _changes(entry: Entry, least: float) -> dict[tuple[str, str], object]:
+def _changes(entry: Entry) -> Line:
     """Return the differences that are tested with their intervals, and the p-values."""
-    line: dict[tuple[str, str], object] = {}
+    line: Line = {}
     for figure in TESTED:
         difference, low, high, p = entry.changes[figure]
         interval = f"({_signed(low)},{_signed(high)})"
         line[_HEADS[figure], "change (95 %)"] = f"{_signed(difference)} {interval}"
-        line[_HEADS[figure], "p"] = p_text(p, least)
+        line[_HEADS[figure], "p"] = p_text(p)
     return line
 
 
 def _signed(value: float) -> str:
     """Return a number in one decimal with its sign; a rounded zero is +0.0."""
-    text = f"{value:+.1f}"
-    return "+0.0" if text == "-0.0" else text
+    return f"{round(value, 1) + 0.0:+.1f}"
 
 
 def _notes(entries: Sequence[Entry], tests: int, samples: int) -> list[str]:
@@ -194,20 +191,6 @@ def _notes(entries: Sequence[Entry], tests: int, samples: int) -> list[str]:
     return notes
 
 
-def _falls(entries: Sequence[Entry]) -> list[str]:
-    """Return a sentence for each significant fall of R@1 where the RSUM rises."""
-    falls = []
-    for entry in entries:
-        for figure, change in entry.changes.items():
-            is_fall = change.difference < 0 and change.p_value < SIGNIFICANT
-            if is_fall and entry.changes["rsum"].difference > 0:
-                falls.append(
-                    f"Warning: {entry.title}: {_HEADS[figure]} falls by {-change.difference:.1f}, "
-                    f"though RSUM rises by {entry.changes['rsum'].difference:.1f}."
-                )
-    return falls
-
-
 # ------------------------------------------------------------------------------------------ formats
 
 
@@ -228,10 +211,9 @@ def show(table: Table, console: Console) -> None:
         if console.width < 100:  # intervals may break
             rows = rows.replace(",", ", ", regex=True)
         for name, cells in rows.iterrows():
-            if name == best:
-                grid.add_row(f"{name} ★", *cells, style="bold green")
-            else:
-                grid.add_row(name, *cells)
+            is_best = name == best
+            style = "bold green" if is_best else ""
+            grid.add_row(f"{name}{' ★' * is_best}", *cells, style=style)
         console.print(grid, "", markup=False, highlight=False)
     for note in table.notes:
         console.print(note, markup=False, highlight=False)
