@@ -150,7 +150,7 @@ def test_an_option_without_a_default_comes_first_or_by_name():
 
 
 def test_how_a_loss_of_yours_learns_is_no_word():
-    with pytest.raises(TypeError, match="learnt: expected None .* __post_init__, got 'scale'"):
+    with pytest.raises(TypeError, match=r"learnt: expected None .* __post_init__, got 'scale'"):
         option(default=1.0, learnt="scale")
 
 

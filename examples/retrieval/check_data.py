@@ -115,12 +115,11 @@ class Report:
 
     def compare_splits(self) -> None:
         """Add differences between splits: dimensions, and global features that only some have."""
-        regions = {name: split.features for name, split in self.splits.items()}
+        splits = self.splits.values()
         wholes = {name: split.wholes for name, split in self.splits.items()}
-        for what, of_splits in (("features", regions), ("features of whole pictures", wholes)):
-            arrays = [x for x in of_splits.values() if isinstance(x, np.ndarray)]
-            if len({x.shape[-1] for x in arrays}) > 1:
-                self.lines.append(f"  WRONG: the splits' {what} have different dimensions")
+        for arrays in ([split.features for split in splits], wholes.values()):
+            if len({x.shape[-1] for x in arrays if isinstance(x, np.ndarray)}) > 1:
+                self.lines.append("  WRONG: the splits' features have different dimensions")
                 self.ready = False
         without = [f"{name}_global.npy" for name, x in wholes.items() if x is None]
         if 0 < len(without) < len(wholes):

@@ -105,7 +105,11 @@ def read_concepts(path: str, captions: Sequence[str]) -> Concepts:
     with must_be(f"concept_file = {path!r}", wanted):
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         if isinstance(content, dict) and isinstance(content.get("together"), list):
-            return of_one_size(Concepts(**content))
+            found = Concepts(**content)
+            of_each = (found.kinds, found.counts, found.together, *found.together)
+            if any(len(x) != len(found.words) for x in of_each):
+                raise ValueError("its lists differ in size")
+            return found
         if not isinstance(content, (dict, list)):
             raise TypeError(f"it is {type(content).__name__}")
         chosen = {(word, "listed"): {*tokenize(word)} for word in content}
@@ -117,15 +121,6 @@ def read_concepts(path: str, captions: Sequence[str]) -> Concepts:
         said = {*tokenize(caption)}
         bags.append({lemma for lemma, words in chosen.items() if words <= said})
     return counted(bags, [*chosen])
-
-
-def of_one_size(concepts: Concepts) -> Concepts:
-    """Return concepts; raise a ValueError unless there are counts of all, and no others."""
-    size = len(concepts.words)
-    lists = (concepts.kinds, concepts.counts, concepts.together, *concepts.together)
-    if any(len(x) != size for x in lists):
-        raise ValueError(f"it has {size} words, and not as many counts of each kind")
-    return concepts
 
 
 def counted(bags: Sequence[set[Lemma]], chosen: Sequence[Lemma]) -> Concepts:

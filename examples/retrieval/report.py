@@ -21,8 +21,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from torch import Tensor
 
+from itrloss.cli.charts import COLOURS, MARKERS, svg
 from itrloss.cli.pages import Block, number, render
 from itrloss.cli.report import hubness
 from itrloss.files import written
@@ -30,7 +32,6 @@ from itrloss.metrics import RetrievalResults, retrieval_results
 from itrloss.rerank import Reranker
 
 from .config import NO_EFFECT
-from .curves import Series, lines
 from .data import Split, load_split
 from .evaluate import RECALLS, reranker
 from .paper_figures import in_two_dimensions, new_panels, scatter
@@ -244,15 +245,20 @@ def _recall(found: Sequence[Experiment], split: str) -> list[Block]:
 
 
 def _curves(found: Sequence[Experiment]) -> list[Block]:
-    series = []
-    for experiment in found:
-        runs = experiment.curves()
-        # over the epochs that all runs have finished
-        means = [statistics.fmean(rsums) for rsums in zip(*runs, strict=False)]
-        single = runs if len(runs) > 1 else []
-        series.append(Series(experiment.name, range(1, len(means) + 1), means, single))
+    def draw(axes: Axes) -> None:
+        """Draw a thin line for each seed, and a thick one of the epochs that all have finished."""
+        for i, experiment in enumerate(found):
+            colour = COLOURS[i % len(COLOURS)]
+            runs = experiment.curves()
+            for run in runs:
+                axes.plot(range(1, len(run) + 1), run, color=colour, linewidth=0.8, alpha=0.6)
+            means = [statistics.fmean(rsums) for rsums in zip(*runs, strict=False)]
+            line = {"color": colour, "marker": MARKERS[i % len(MARKERS)], "linewidth": 2}
+            axes.plot(range(1, len(means) + 1), means, label=experiment.name, **line)
+        axes.locator_params(axis="x", integer=True)
+
     label = "RSUM on the dev split after each epoch"
-    chart = lines(series, label, "epoch", "RSUM on dev, at most 600")
+    chart = svg(draw, label, "epoch", "RSUM on dev, at most 600", (480, 300))
     caption = f"{label}, by cosine, without re-ranking."
     if any(len(experiment.runs) > 1 for experiment in found):
         caption += " Thin lines are single seeds, thick ones their means."

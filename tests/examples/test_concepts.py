@@ -52,6 +52,9 @@ def test_words_of_a_file_are_counted_in_the_captions(tmp_path):
     assert found.together == [[0, 1, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     file.write_text(json.dumps({"man": 0, "dogs": 1, "middle-aged": 2, "cat": 3}))  # CVSE's
     assert read_concepts(str(file), captions) == found
+    for words in (["together", "man"], {"together": 0, "man": 1}):
+        file.write_text(json.dumps(words))
+        assert read_concepts(str(file), captions).counts == [0, 3]
 
 
 def test_concepts_of_a_run_are_read_with_their_counts(tmp_path):
@@ -59,6 +62,21 @@ def test_concepts_of_a_run_are_read_with_their_counts(tmp_path):
     file = tmp_path / "concepts.json"
     found.save(file)
     assert read_concepts(str(file), ["other captions"]) == found
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "dog",
+        ["dog", "!!"],
+        {"words": ["a", "b"], "kinds": ["x", "x"], "counts": [1], "together": [[0, 0], [0, 0]]},
+    ],
+)
+def test_files_without_concepts_are_refused(content, tmp_path):
+    file = tmp_path / "concepts.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"concept_file = .*: must be JSON: a list of words"):
+        read_concepts(str(file), CAPTIONS)
 
 
 def test_normalized_graph_is_that_of_the_equation():

@@ -98,7 +98,8 @@ def test_the_words_of_scans_vocabulary_keep_their_order(tmp_path):
 
 
 def test_word_vectors_are_read_from_gloves_format(tmp_path):
-    (tmp_path / "glove.2d.txt").write_text("dog 1.0 2.0\ncat 3.0 -4\n")
+    # as of GloVe, with the first line of fastText's and an empty one
+    (tmp_path / "glove.2d.txt").write_text("2 2\ndog 1.0 2.0\ncat 3.0 -4\n\n")
     vectors = word_vectors(str(tmp_path / "glove.2d.txt"))
     lists = {word: vector.tolist() for word, vector in vectors.items()}
     assert lists == {"dog": [1, 2], "cat": [3, -4]}
@@ -238,3 +239,10 @@ def test_features_below_vse_infinitys_directory(tmp_path):
     report = Report(tmp_path, 1)
     assert report.ready
     assert "  VSE-infinity's directory: its precomp/ is read" in report.lines
+
+
+def test_global_features_of_pictures_lie_beside_their_list(tmp_path):
+    drawn.karpathy(tmp_path)
+    (tmp_path / "precomp").mkdir()
+    np.save(tmp_path / "precomp" / "dev_global.npy", np.ones((3, 7), np.float32))
+    assert load_split(tmp_path, "dev").wholes is None  # those are in another order

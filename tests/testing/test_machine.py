@@ -15,7 +15,7 @@ def few(monkeypatch):
     """Check three losses, of a few images."""
     kinds = [itrloss.InfoNCELoss, itrloss.MemoryDiversityContrastiveLoss, itrloss.MarginMSELoss]
     monkeypatch.setattr(machine, "losses", lambda: [kind() for kind in kinds])
-    monkeypatch.setattr(machine, "SIZES", (12,))
+    monkeypatch.setattr(machine, "SIZES", (8, 12))
 
 
 def test_a_machine_that_is_right(capsys):
@@ -26,13 +26,14 @@ def test_a_machine_that_is_right(capsys):
     assert "0 errors are no rounding" in printed
 
 
+@pytest.mark.parametrize("images", [8, 12])  # of the batch for which it is wrong
 @pytest.mark.parametrize("wrong", [1.001, float("nan")])
-def test_an_engine_that_is_wrong(monkeypatch, capsys, wrong):
+def test_an_engine_that_is_wrong(monkeypatch, capsys, wrong, images):
     right = tiled.sums_and_slopes
 
-    def sums_and_slopes(*given):
-        sums, slopes = right(*given)
-        return wrong * sums, slopes
+    def sums_and_slopes(question, scores):
+        sums, slopes = right(question, scores)
+        return (wrong * sums if len(scores) == images else sums), slopes
 
     monkeypatch.setattr(tiled, "sums_and_slopes", sums_and_slopes)
     assert machine.main([]) == 1
@@ -47,7 +48,7 @@ def test_every_loss_of_similarities_is_checked(monkeypatch):
     monkeypatch.undo()
     given = machine.batch(8)
     names = {type(loss).__name__ for loss in machine.losses()}
-    assert {"PCMEPlusPlusLoss", "DistillationLoss", "UnifiedTrainingObjective"} < names
+    assert {"PCMEPlusPlusLoss", "UnifiedTrainingObjective", "VarianceAwareLoss"} < names
     for loss in machine.losses():
         found = machine.computed(loss, given, machine.EXACT)
         assert found["value"].dtype == torch.float64

@@ -136,7 +136,8 @@ def _say(message: object) -> None:
 
 def _in_words_of_options(message: object) -> str:
     """Return a message of the library with options in place of arguments."""
-    return _IDS.sub(r"--\1-ids", str(message)).replace("validation:", "--val:")
+    words = _IDS.sub(r"--\1-ids", str(message)).replace("validation:", "--val:")
+    return words.replace("the transpose, scores.T", "--transpose")
 
 
 # ----------------------------------------------------------------------------------------- commands
@@ -178,7 +179,7 @@ def _rerank(args: Rerank | Evaluate, arguments: Sequence[str]) -> None:
     _print(comparison.table(ks, timed=True))
     if not outputs:
         return
-    entry = _first_method(comparison)
+    entry = _entry_to_write(comparison)
     facts = _facts(arguments, about)
     _write_results(args, entry, sim, facts)
     title = f"Re-ranking of {', '.join(map(str, args.inputs))}"
@@ -444,8 +445,10 @@ def _names(source: Source | None, item: str, size: int) -> list[str]:
 # ------------------------------------------------------------------------------------------ results
 
 
-def _first_method(comparison: SystemComparison) -> Entry:
-    """Return the last entry of the first method: calibrated and by a bank, if so tried."""
+def _entry_to_write(comparison: SystemComparison) -> Entry:
+    """Return the entry that is advised, or the last of the first method: by a bank, if so tried."""
+    if comparison.advised is not None:
+        return comparison.advised
     tried = comparison.entries[1:]
     if not tried:
         raise ValueError("--methods: all were left out, so that there is nothing to write")

@@ -44,8 +44,9 @@ CALIBRATED = "fast, calibrated"
 _ADVICE = {
     f"{CALIBRATED}, bank": "held-out labels chose its scales, and no query depends on another",
     CALIBRATED: "held-out labels chose its scales",
-    "nnn, bank": "with a bank and no labels it gained most, and no query depends on another",
-    "csls": "with neither labels nor a bank it kept most of its gain where people judged relevance",
+    "nnn, bank": "no query depends on another, and in our runs it was among the best by a bank",
+    "csls, bank": "no query depends on another",
+    "csls": "in our runs it kept most of its gain where people judged relevance",
 }
 Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
 
@@ -92,7 +93,7 @@ def compare_rerankers(
         _check_held_out(validation, sim)
         if "fast" not in rerankers:
             raise ValueError("validation: expected 'fast' among methods, which is calibrated on it")
-    notes = []
+    notes: list[str] = []
     for name, method in list(rerankers.items()):
         why = _obstacle(method, sim, banks)
         if why:
@@ -107,9 +108,10 @@ def compare_rerankers(
         if trial.validation is not None:
             notes.append(f"{entry.name}: {entry.reranker!r}, chosen on held-out pairs.")
     found = _compared(entries, samples)
+    advised, why = _advice(found.entries)
     if len(entries) > 1:
-        notes.append(_advice(found.entries))
-    return replace(found, notes=notes)
+        notes.append(why)
+    return replace(found, notes=notes, advised=advised)
 
 
 @dataclass(frozen=True)
@@ -171,17 +173,17 @@ def _warn_of_units(sim: Similarity, trials: Sequence[_Trial]) -> None:
         warn(
             "scores: some are beyond -1 to 1, as of logits or distances, and the scales of "
             f"{', '.join(names)} are for cosine similarities. Divide logits by the model's logit "
-            "scale"
+            "scale, and negate distances: higher is more similar"
         )
 
 
-def _advice(entries: Sequence[Entry]) -> str:
-    """Return a sentence on which method to take."""
+def _advice(entries: Sequence[Entry]) -> tuple[Entry | None, str]:
+    """Return the entry to take, and a sentence that says why."""
     for name, why in _ADVICE.items():
         for entry in entries[1:]:
             if entry.name == name and entry.changes["rsum"].difference > 0:
-                return f"Take {name}: {why}."
-    return "Choose by held-out pairs (--val): the best row is chosen by the test set's labels."
+                return entry, f"Take {name}: {why}."
+    return None, "Choose on held-out pairs: the best row is chosen by the test set's labels."
 
 
 def _compared(entries: Sequence[Entry], samples: int | None) -> SystemComparison:
@@ -214,7 +216,8 @@ def compare_models(
     """
     check_systems("results", results)
     if len(results) < 2:
-        raise ValueError(f"results: expected at least two models, got {len(results)}")
+        expected = "expected at least two models (itrloss rerank has the recalls of one)"
+        raise ValueError(f"results: {expected}, got {len(results)}")
     for name in transductive:
         one_of("transductive", name, *results)
     entries = []

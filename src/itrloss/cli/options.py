@@ -68,7 +68,7 @@ class Options:
     ] = 1
     ks: Annotated[str, _option(_TABLE, "K,…", "of R@K, recall@K and nDCG@K")] = _KS
     samples: Annotated[
-        int | None, _option(_TABLE, "N", "of the bootstrap; default: 2000 a test", least=1)
+        int | None, _option(_TABLE, "N", "bootstrap, for all tests; default: 2000 a test", least=1)
     ] = None
     metrics: Annotated[Write, _option(_TABLE, "FILE.csv", "all metrics of all rows")] = None
     latex: Annotated[Write, _option(_TABLE, "FILE.tex", "the table in LaTeX")] = None

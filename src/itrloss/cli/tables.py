@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 from pandas.io.formats.style import Styler
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as Grid
 
@@ -30,7 +31,7 @@ TESTED = ("rsum", "i2t_r1", "t2i_r1")
 SAMPLES_A_TEST = 2000
 ARROWS = {"i2t": "image→text", "t2i": "text→image"}
 _HEADS = {"rsum": "RSUM", **{f"{way}_r1": f"R@1 {arrow}" for way, arrow in ARROWS.items()}}
-_NAME = 17  # letters of the longest method without a bank, which stay in a line
+_NAME = 17  # letters of the longest word of a method's name, which stay in a line
 _SIGNED = re.compile(r"[+-]\d+\.\d")
 # what pandas leaves as it is: "[" would begin an option behind the end of a row, and the default
 # fonts have no others of these letters, or in other places
@@ -105,11 +106,13 @@ class SystemComparison:
         entries: of re-rankers, first the one without re-ranking.
         samples: how many there were of the bootstrap behind the changes.
         notes: sentences on the entries.
+        advised: of re-rankers, the one to take, if there is advice.
     """
 
     entries: Sequence[Entry]
     samples: int = 0
     notes: Sequence[str] = ()
+    advised: Entry | None = None
 
     def table(self, ks: Ks = RECALLS, *, timed: bool = False) -> Table:
         """Return the table of all entries: recalls, changes of the RSUM and of R@1, and notes.
@@ -199,16 +202,19 @@ def show(table: Table, console: Console) -> None:
     for frame in table.frames:
         blanks = (0, int(console.width > 100))  # beside each cell
         grid = Grid(box=box.SIMPLE_HEAD, padding=blanks, pad_edge=False, show_edge=False)
-        longest = max(map(len, frame.index))
-        grid.add_column("", overflow="fold", no_wrap=longest <= _NAME)
+        # Names of changes break behind a comma, to leave room for intervals, which break, too.
+        is_narrow = console.width < 100 and ("RSUM", "p") in frame
+        width = min(_NAME, max(map(cell_len, frame.index))) if is_narrow else None
+        grid.add_column("", overflow="fold", width=width)
         for upper, head in frame.columns.tolist():
             short = upper.replace("image", "i").replace("text", "t") if head != "p" else ""
-            grid.add_column(f"{short}\n{head}", justify="right", overflow="fold")
+            title = f"{short}\n{head}"
+            grid.add_column(title, justify="right", overflow="fold", no_wrap=head == "p")
         best = ""
         if len(table.frames) > 1 and ("", "RSUM") in frame:  # a comparison
             best = frame["", "RSUM"].idxmax()
         rows = frame.round(1).astype(str)
-        if console.width < 100:  # intervals may break
+        if is_narrow:
             rows = rows.replace(",", ", ", regex=True)
         for name, cells in rows.iterrows():
             is_best = name == best
