@@ -276,12 +276,13 @@ def word_vectors(path: str) -> dict[str, np.ndarray]:
     vectors = {}
     wanted = "a text file in GloVe's format, each line a word and as many numbers"
     with must_be(f"word_vectors = {path!r}", wanted), open(path, encoding="utf-8") as file:
-        for line in file:
+        for number, line in enumerate(file):
             word, *values = line.rstrip().split(" ")
-            if len(values) > 1:
+            is_header = number == 0 and len(values) == 1
+            if word and not is_header:
                 vectors[word] = np.array(values, dtype=np.float32)
         sizes = {len(vector) for vector in vectors.values()}
-        if len(sizes) != 1:
+        if len(sizes) != 1 or 0 in sizes:
             raise ValueError(f"it has {sorted(sizes)} numbers a line")
     return vectors
 

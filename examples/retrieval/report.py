@@ -246,11 +246,11 @@ def _recall(found: Sequence[Experiment], split: str) -> list[Block]:
 
 def _curves(found: Sequence[Experiment]) -> list[Block]:
     def draw(axes: Axes) -> None:
-        """Draw a thin line for each seed, and a thick one of the epochs that all have finished."""
+        """Draw a thick line of the epochs that all seeds have finished, and a thin one for each."""
         for i, experiment in enumerate(found):
             colour = COLOURS[i % len(COLOURS)]
             runs = experiment.curves()
-            for run in runs:
+            for run in runs if len(runs) > 1 else []:
                 axes.plot(range(1, len(run) + 1), run, color=colour, linewidth=0.8, alpha=0.6)
             means = [statistics.fmean(rsums) for rsums in zip(*runs, strict=False)]
             line = {"color": colour, "marker": MARKERS[i % len(MARKERS)], "linewidth": 2}
