@@ -132,7 +132,7 @@ def test_re_ranked_scores_are_told_from_others(saved):
 @pytest.mark.parametrize(
     ("results", "options", "message"),
     [
-        (["a"], {}, "results: expected at least two models"),
+        (["a"], {}, r"results: expected at least two models \(.+\), got 1"),
         (["a", "b"], {"transductive": ["c"]}, "transductive: expected 'a' or 'b'"),
         (["a", "b"], {"samples": 0}, "samples: expected at least 1, got 0"),
     ],
