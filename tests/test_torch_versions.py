@@ -5,6 +5,7 @@ The replacements are run on the PyTorch that is there, and compared with what it
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import types
@@ -46,6 +47,57 @@ def as_on(version: str) -> ModuleType:
 )
 def test_versions_are_numbers(text: str, version: tuple[int, int]):
     assert version == as_on(text).VERSION
+
+
+# What is PyTorch's own from a version on, and a replacement or left out before it.
+FIRST = {
+    (2, 0): lambda module: module.functional_call is torch.func.functional_call,
+    (2, 1): lambda module: bool(module.cpu_capability()),
+    (2, 4): lambda module: module.aminmax is torch.aminmax,
+    (2, 6): lambda module: module.current_accelerator() == torch.device("mps"),
+    (2, 8): lambda module: module.is_compiling is torch.compiler.is_compiling,
+    (2, 9): lambda module: module.HAS_FP32_PRECISION,
+    (2, 11): lambda module: module.ADDMM_WIDENS,
+}
+VERSIONS = [(1, 13), *[(2, minor) for minor in range(12)]]
+
+
+@needs("the names of all", 2, 11)
+def test_the_first_version_that_has_each_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    for version in VERSIONS:
+        module = as_on(".".join([str(x) for x in (*version, 0)]))
+        for first, is_own in FIRST.items():
+            assert is_own(module) == (version >= first), (first, version)
+
+
+@pytest.mark.parametrize("available", [False, True])
+def test_the_accelerator_of_older_versions_is_cuda(available: bool, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    expected = torch.device("cuda") if available else None
+    assert as_on("2.5.1").current_accelerator() == expected
+
+
+@needs("the names of 2.4", 2, 4)
+@pytest.mark.parametrize(("version", "has_tensors"), [("2.3.1", False), ("2.4.0", True)])
+def test_older_versions_exchange_lists_on_the_cpu(version: str, has_tensors: bool, monkeypatch):
+    called = []
+    names = ("all_gather", "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor")
+    for name in names:
+        call = functools.partial(lambda name, *args, **options: called.append(name), name)
+        monkeypatch.setattr(dist, name, call)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        monkeypatch.delattr(dist, name, raising=False)
+    module = as_on(version)
+    for device, takes_tensors in (("cpu", has_tensors), ("meta", True)):
+        called.clear()
+        module.all_gather_single(*torch.ones(2, 3, device=device), group=None)
+        module.reduce_scatter_single(*torch.ones(2, 3, device=device), group=None)
+        assert called == list(names[takes_tensors::2])
 
 
 def test_the_version_that_is_needed_is_enough():
@@ -155,6 +207,26 @@ def test_what_needs_a_newer_version_says_so(message: str, monkeypatch):
     monkeypatch.setattr(torch_versions, "VERSION", (1, 13))
     with pytest.raises(RuntimeError, match=message):
         REFUSED[message]()
+
+
+@pytest.mark.parametrize("version", [(2, 7), (2, 8), (2, 9)])
+def test_kernels_need_a_version(version: tuple[int, int], monkeypatch):
+    from itrloss.engine import devices, matrix
+
+    old = version < (2, 8)
+    monkeypatch.setattr(matrix, "VERSION", version)
+    monkeypatch.setattr(devices, "VERSION", version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ImportError if old else ValueError):
+        itrloss.InfoNCELoss(engine="triton")(torch.ones(2, 3), torch.ones(2, 3))
+    asked = []
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: asked.append(1) or (5, 0)
+    )
+    assert not devices.is_verified(torch.device("cuda"))
+    assert len(asked) == (not old)
 
 
 def test_the_engine_triton_says_so(monkeypatch):

@@ -221,6 +221,18 @@ OTHER_FORMS += [
     ((itrloss.InfoNCELoss, "temperature", 0.0, True), "0 is a temperature of 0, which"),
     ((itrloss.InfoNCELoss, "log_scale", -800.0, True), "-800 is a temperature of 1.014e+304"),
     ((itrloss.InfoNCELoss, "log_scale", 800.0, True), "800 is a temperature of 9.86e-305"),
+    ((itrloss.InfoNCELoss, "temperature", 2.001, True), "2.001 is a temperature of 2.001"),
+    ((itrloss.InfoNCELoss, "scale", 0.499, True), "0.499 is a temperature of 2.004"),
+    ((itrloss.InfoNCELoss, "log_scale", 0.499, True), "did you mean temperature=0.499?"),
+    ((itrloss.InfoNCELoss, "log_scale", 9.22, True), "did you mean scale=9.22 or"),
+]
+# The last that may be meant.
+USUAL_FORMS = [
+    ("temperature", 2.0),
+    ("scale", 0.5),
+    ("log_scale", 0.5),
+    ("log_scale", 9.21),  # a scale of 10,000
+    ("log_scale", -0.69),  # a temperature of 2
 ]
 NO_MATCH = "no image has a matching text"
 NO_NEGATIVES = "every image matches every text, so that the loss is 0"
@@ -324,6 +336,7 @@ RIGHT: list[Any] = [
     of_memory(IDS + 50),
     infonce(IMAGES, TEXTS, temperature=1.0),
     infonce(IMAGES, TEXTS, temperature=20, normalize=False),  # no cosines
+    *[of_form(itrloss.InfoNCELoss, *form, True) for form in USUAL_FORMS],
     lambda: itrloss.SigmoidLoss()(IMAGES, TEXTS, SAME, SAME),  # learns from positives alone
     lambda: itrloss.InfoNCELoss()(IMAGES[:1], TEXTS[:1], negatives=OTHERS),
     lambda: itrloss.InfoNCELoss()(scores=FAR_AWAY, image_ids=WITHOUT_LAST, text_ids=WITHOUT_LAST),
@@ -413,6 +426,23 @@ def test_the_filters_of_python_apply():
             for _ in range(5):
                 retrieval_metrics(many)
         assert len(caught) == number
+
+
+@pytest.mark.parametrize(("trained", "form"), [(1.009, "temperature"), (1.011, "log_scale")])
+def test_a_trained_parameter_is_named_in_its_own_form(trained: float, form: str):
+    loss = itrloss.InfoNCELoss(temperature=14.0, learnable=True)
+    with torch.no_grad():
+        loss.log_scale.mul_(trained)
+    (text,) = said(lambda: loss(IMAGES, TEXTS))
+    assert text.startswith(f"{form}: ")
+
+
+@pytest.mark.parametrize(("trained", "number"), [(0.9e-6, 0), (1.1e-6, 1)])
+def test_a_parameter_of_about_0_is_as_passed(trained: float, number: int):
+    loss = itrloss.InfoNCELoss(temperature=1.0, learnable=True)
+    with torch.no_grad():
+        loss.log_scale.fill_(trained)
+    assert len(said(lambda: loss(IMAGES, TEXTS))) == number
 
 
 # -------------------------------------------------------------------------------- the command line

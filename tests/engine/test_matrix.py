@@ -12,6 +12,7 @@ import torch
 from support.cases import ENGINES, case, embeddings, similarity
 
 from itrloss import Similarity
+from itrloss.engine.matrix import SMALL, is_small
 from itrloss.engine.terms import exponential, identity, log1p_relu
 from itrloss.metrics import retrieval_metrics
 
@@ -268,3 +269,22 @@ def test_a_similarity_that_was_asked_before_compiles():
     before = sim.sum(exponential, scale=0.5)
     ask = torch.compile(partial(sim.sum, exponential, scale=0.5), fullgraph=True, backend="eager")
     torch.testing.assert_close(ask(), before)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_numbers_of_pairs_may_be_written_to(engine):
+    sim = similarity(*embeddings(6, 6), (None, None), engine)
+    for name in ("positive_counts", "negative_counts"):
+        expected = getattr(sim.both, name).clone()
+        getattr(sim.both, name).zero_()
+        assert torch.equal(getattr(sim.both, name), expected)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.float64, 8)])
+def test_scores_are_kept_up_to_a_block_and_the_budget(dtype: torch.dtype, size: int):
+    budget = size * SMALL
+    assert is_small("tiled", SMALL, budget, dtype)
+    assert not is_small("tiled", SMALL + 1, 2 * budget, dtype)
+    assert not is_small("tiled", SMALL, budget - 1, dtype)
+    assert not is_small("triton", SMALL, budget, dtype)
+    assert is_small("dense", 2 * SMALL, 0, dtype)
