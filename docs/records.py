@@ -236,6 +236,12 @@ def small_mdcl(variant):
     return value(f"{H100}steps_peers", "seconds", ".2f", 1e3, variant=variant, **where)
 
 
+def crossover(variant, pairs):
+    """Return milliseconds of InfoNCE of so many pairs of 512 dimensions in bfloat16 on an H100."""
+    where = {"step": "crossover", "loss": "infonce", "shape": [pairs, pairs, 512]}
+    return value(f"{H100}steps", "seconds", ".1f", 1e3, variant=variant, **where)
+
+
 def half_of(difference):
 
     return f"{number(difference['mean'], '+.1f')} ± {number(difference['half'])}"
