@@ -11,6 +11,7 @@ README has the call in a comment after the figure; `test_docs` compares the two.
 """
 
 import json
+import re
 import statistics
 from datetime import date
 from pathlib import Path
@@ -242,8 +243,24 @@ def crossover(variant, pairs):
     return value(f"{H100}steps", "seconds", ".1f", 1e3, variant=variant, **where)
 
 
-def half_of(difference):
+def correct_on_h100():
+    """Return how many cases of an H100 agreed with float64, all of those that it ran."""
+    name = f"{H100}steps_goals"
+    cases = rows_of(name, step="correct")
+    assert all(case["right"] for case in cases)
+    return Figure(str(len(cases)), (name,))
 
+
+def tested_on_h100(outcome):
+    """Return how many tests of an H100 failed, passed or were skipped, where they ran to an end."""
+    name = f"{H100}steps_peers"
+    summaries = [row.get("summary", "") for row in rows_of(name, step="tests")]
+    (found,) = [re.search(rf"(\d+) {outcome}", x) for x in summaries if outcome in x]
+    return Figure(found[1], (name,))
+
+
+def half_of(difference):
+    """Return a mean difference, ± half of its 95 % interval."""
     return f"{number(difference['mean'], '+.1f')} ± {number(difference['half'])}"
 
 
