@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .data import Split, Vocabulary, features_directory, load_split, tokenize
+from .data import Split, features_directory, load_split, tokenize
 from .pictures import Images, layout
 
 SAMPLE = 200  # number of images per split whose features or files are checked
@@ -49,7 +49,7 @@ LAYOUTS = {
 class Report:
     """The lines to print."""
 
-    def __init__(self, root: Path, min_count: int) -> None:
+    def __init__(self, root: Path) -> None:
         self.lines = [str(root)]
         self.splits: dict[str, Split] = {}
         #: Whether everything that training needs is there, and nothing of it wrong.
@@ -69,12 +69,6 @@ class Report:
                 continue  # of MSCOCO only
             self.add_split(root, kind, name)
         self.compare_splits()
-        if "train" in self.splits:
-            captions = self.splits["train"].captions
-            words = len(Vocabulary.from_captions(captions, min_count)) - 2
-            self.lines.append(
-                f"  words  {words} that occur {min_count} times or more in the training captions"
-            )
         if self.ready:
             more = "" if kind == "features" else " backbone=microsoft/resnet-50"
             command = f"python -m examples.retrieval.train data={root}{more} out=runs/mine"
@@ -184,9 +178,8 @@ def main(arguments: list[str] | None = None) -> None:
         description="Say what is in a data directory and what is missing."
     )
     parser.add_argument("data", type=Path)
-    parser.add_argument("--min-count", type=int, default=2)
     args = parser.parse_args(arguments)
-    report = Report(args.data, args.min_count)
+    report = Report(args.data)
     print("\n".join(report.lines))
     raise SystemExit(0 if report.ready else 1)
 

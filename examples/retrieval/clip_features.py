@@ -26,7 +26,7 @@ from itrloss.files import written
 
 from .backbones import import_transformers, pretrained
 from .data import features_directory, load_split
-from .pictures import Images
+from .pictures import Images, open_picture
 
 BATCH = 64
 MEAN = torch.tensor([0.48145466, 0.4578275, 0.40821073])  # of CLIP's training pictures
@@ -45,7 +45,9 @@ def clip_features(clip: Any, images: Images, spatial: bool = False) -> np.ndarra
     """Features of all images, (n, d) float16, or spatial ones, (n, positions, d)."""
     parts = []
     for rows in torch.arange(len(images)).split(BATCH):
-        squares = [pixels(images.open(i), clip.config.image_size) for i in rows.tolist()]
+        squares = [
+            pixels(open_picture(images.paths[i]), clip.config.image_size) for i in rows.tolist()
+        ]
         found = clip(pixel_values=torch.stack(squares).to(clip.device))
         features = found.image_embeds
         if spatial:

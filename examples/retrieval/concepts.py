@@ -46,15 +46,13 @@ class Concepts:
     counts: list[int]  # N_i: captions that have concept i
     together: list[list[int]]  # B_ij: captions that have i and j; 0 for i = j
 
-    def conditional(self) -> Tensor:
-        """Conditional frequencies ``P_ij = B_ij / N_i``, (g, g) float32."""
-        return torch.tensor(self.together) / torch.tensor(self.counts).clamp_min(1)[:, None]
-
     def graph(self, threshold: float) -> Tensor:
-        """Adjacency matrix ``H``, (g, g) float32: 1 where ``P_ij`` is at least ``threshold``, else
-        0.
+        """Adjacency matrix ``H``, (g, g) float32: 1 where the conditional frequency ``P_ij = B_ij /
+        N_i`` is at least ``threshold``, else 0.
         """
-        return (self.conditional() >= threshold).float()
+        captions = torch.tensor(self.counts).clamp_min(1)
+        conditional = torch.tensor(self.together) / captions[:, None]
+        return (conditional >= threshold).float()
 
     def save(self, path: str | Path) -> None:
         """Write the concepts as JSON."""

@@ -96,8 +96,9 @@ def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
     scaled to squares of ``image_size``. If the number of captions does not fit the number of
     images, the ValueError names both files.
     """
+    root = Path(root)
     if layout(root) == "features":
-        return _precomputed(features_directory(Path(root)), name)
+        return _precomputed(features_directory(root), name)
     listed = listed_images(root, name)
     captions = [caption for image in listed for caption in image.captions]
     kinds = sorted({image.kind for image in listed})
@@ -105,7 +106,7 @@ def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
     if kinds != [""]:
         classes = torch.tensor([kinds.index(image.kind) for image in listed])
     pictures = Images([image.path for image in listed], image_size)
-    wholes = _global_features(features_directory(Path(root)), name, len(listed))
+    wholes = _global_features(features_directory(root), name, len(listed))
     return Split(pictures, captions, len(listed[0].captions), wholes, classes)
 
 

@@ -15,6 +15,7 @@ from .data import Split, Tokenizer, pad
 from .models import VSE
 
 RECALLS = tuple(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10))
+FIGURES = (*RECALLS, "rsum")
 IMAGES, TEXTS = 64, 512  # encoded at a time
 SCORED = 500  # images whose similarities are computed at a time
 READERS = 8  # threads that decode raw images

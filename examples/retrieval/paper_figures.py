@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,20 +29,19 @@ from itrloss.cli.charts import COLOURS, MARKERS
 from itrloss.cli.pages import render
 from itrloss.files import written
 from itrloss.functional import std_diversity
-from itrloss.metrics import retrieval_metrics, retrieval_results
+from itrloss.metrics import retrieval_results
 
 from .config import Config
 from .data import Split, Tokenizer
-from .evaluate import encode, reranker
+from .evaluate import encode, recalls, reranker
 from .models import VSE, views
 from .paper_runs import Grid, scores_of, split_of
 from .paper_tables import Table, titled
 from .pictures import Images
 from .preparation import data_directory, load_model
-from .report_gallery import Gallery, picture_file
-from .runs import Metrics
+from .report_gallery import Gallery, picture_of
+from .runs import Rows
 
-Rows = Mapping[str, Mapping[int, Metrics]]
 Lines = list[Sequence[Any]]  # of a CSV file
 Drawn = tuple[Figure | str, Lines]  # a picture, or a page of HTML
 Draw = Callable[[Grid, Table, Rows], Drawn]
@@ -67,18 +66,10 @@ SIDE = 224  # pixels of a heat map
 SEED = 0  # for the draw of images
 
 
-class Trained(NamedTuple):
-    """A row's model, with the split on which it is shown."""
-
-    model: VSE
-    words: Tokenizer
-    split: Split
-    data: Path
-
-
-def trained(grid: Grid, config: Config) -> Trained:
+def trained(grid: Grid, config: Config) -> tuple[VSE, Tokenizer, Split]:
+    """A row's model and its words, with the split on which it is shown."""
     model, words, _ = load_model(Path(config.out) / "best.pt")
-    return Trained(model, words, split_of(config, grid.split), data_directory(config))
+    return model, words, split_of(config, grid.split)
 
 
 def configs(grid: Grid, table: Table) -> dict[str, Config]:
@@ -118,16 +109,13 @@ def draw(grid: Grid, table: Table, rows: Rows, stem: Path) -> Path:
 
 
 def matrices(
-    values: Mapping[str, np.ndarray], rows: str, columns: str, limit: float | None = None
+    values: Mapping[str, np.ndarray], rows: str, columns: str, **colours: Any
 ) -> tuple[Figure, Lines]:
-    """Matrices side by side, and their entries; with a limit, colours range from -limit to it."""
+    """Matrices side by side, and their entries; ``colours`` are options of matplotlib's imshow."""
     figure, panels = new_panels(1, len(values), 5.0, 4.4)
     lines: Lines = [("matrix", rows, columns, "value")]
     for axes, (name, entries) in zip(panels[0], values.items(), strict=True):
-        if limit is None:
-            shown = axes.imshow(entries, cmap="viridis")
-        else:
-            shown = axes.imshow(entries, cmap="RdBu_r", vmin=-limit, vmax=limit)
+        shown = axes.imshow(entries, **colours)
         figure.colorbar(shown, ax=axes, shrink=0.8)
         axes.set(title=name, xlabel=columns, ylabel=rows)
         lines += [(name, *place, value) for place, value in np.ndenumerate(entries)]
@@ -190,13 +178,13 @@ def draw_grid(grid: Grid, table: Table, rows: Rows) -> Drawn:
     config = next(iter(configs(grid, table).values()))
     scores, split = scores_of(config, grid.split)
     size = len(SCALES)
-    recalls = {name: np.zeros((size, size)) for name in ("i2t_r1", "t2i_r1")}
+    matrix_of = {name: np.zeros((size, size)) for name in ("i2t_r1", "t2i_r1")}
     for (i, first), (j, second) in product(enumerate(SCALES), enumerate(SCALES)):
-        reranked = reranker([first, second, first, second]).rerank(scores)
-        metrics = retrieval_metrics(reranked, split.image_ids, split.text_ids)
-        for name, values in recalls.items():
-            values[i, j] = metrics[name]
-    named = {titled(name): values for name, values in recalls.items()}
+        by = reranker([first, second, first, second])
+        measured = recalls(scores, split, by)
+        for name, values in matrix_of.items():
+            values[i, j] = measured[name]
+    named = {titled(name): values for name, values in matrix_of.items()}
     figure, lines = matrices(named, "γ1 or λ1", "γ2 or λ2")
     labels = [str(scale) for scale in SCALES]
     for axes in figure.axes[:2]:
@@ -232,7 +220,7 @@ def draw_tsne(grid: Grid, table: Table, rows: Rows) -> Drawn:
     figure, panels = new_panels(1, len(models), 5.0, 5.0)
     lines: Lines = [("model", "kind", "image", "x", "y")]
     for axes, (name, config) in zip(panels[0], models.items(), strict=True):
-        model, words, split, _ = trained(grid, config)
+        model, words, split = trained(grid, config)
         parts = in_two_dimensions(model, words, split.first(MOST))
         scatter(axes, parts)
         for kind, part in parts.items():
@@ -246,7 +234,7 @@ def draw_tsne(grid: Grid, table: Table, rows: Rows) -> Drawn:
 def draw_matrices(grid: Grid, table: Table, rows: Rows) -> Drawn:
     """Similarities of a mini-batch, and the same divided by the texts' diversity."""
     config = next(iter(configs(grid, table).values()))
-    model, words, split, _ = trained(grid, config)
+    model, words, split = trained(grid, config)
     images, texts = (model.as_vectors(x) for x in encode(model, split, words))
     images = images[:PAIRS]
     texts = texts[:: split.captions_per_image][:PAIRS]
@@ -265,11 +253,11 @@ def draw_correlations(grid: Grid, table: Table, rows: Rows) -> Drawn:
     """Correlations of one image's sub-embeddings, of each model."""
     correlations = {}
     for name, config in configs(grid, table).items():
-        model, _, split, _ = trained(grid, config)
+        model, _, split = trained(grid, config)
         image = int(np.random.default_rng(SEED).integers(len(split.features)))
         sets, _ = sub_embeddings(model, split, image)
         correlations[f"{name}, image {image}"] = np.corrcoef(sets.numpy())
-    return matrices(correlations, "i", "j", limit=1.0)
+    return matrices(correlations, "i", "j", cmap="RdBu_r", vmin=-1, vmax=1)
 
 
 @torch.no_grad()
@@ -324,7 +312,8 @@ def heat(similarities: np.ndarray, boxes: np.ndarray, side: int = SIDE) -> np.nd
 def draw_heat_maps(grid: Grid, table: Table, rows: Rows) -> Drawn:
     """Images, each with a heat map of its sub-embeddings and the caption that is closest to it."""
     config = next(iter(configs(grid, table).values()))
-    model, words, split, data = trained(grid, config)
+    model, words, split = trained(grid, config)
+    data = data_directory(config)
     view = views(model)[0]
     texts = encode(view, split, words)[1]
     rng = np.random.default_rng(SEED)
@@ -357,18 +346,17 @@ def cosines(a: Tensor, b: Tensor) -> np.ndarray:
 
 def picture_pixels(split: Split, data: Path, name: str, image: int) -> Image.Image:
     """The picture of an image as a square; white without a file."""
-    file = picture_file(split, data, name, image)
-    if file is None:
+    picture = picture_of(split, data, name, image)
+    if picture is None:
         return Image.new("RGB", (SIDE, SIDE), "white")
-    with Image.open(file) as opened:
-        return opened.convert("RGB").resize((SIDE, SIDE))
+    return picture.resize((SIDE, SIDE))
 
 
 def draw_results(grid: Grid, table: Table, rows: Rows) -> Drawn:
     """A page of queries with the answers of two models side by side."""
     models = configs(grid, table)
     first, second = models
-    split = trained(grid, models[first]).split
+    split = split_of(models[first], grid.split)
     results = []
     for config in models.values():
         scores, _ = scores_of(config, grid.split)

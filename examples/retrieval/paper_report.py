@@ -19,19 +19,17 @@ from scipy.stats import t
 from itrloss.cli import tables
 from itrloss.files import written
 
-from .evaluate import RECALLS
+from .evaluate import FIGURES
 from .paper_figures import DRAWN, configs, draw, write_csv
 from .paper_runs import Grid, measured, state
 from .paper_tables import Claim, Table, titled
-from .runs import Metrics
+from .runs import Metrics, Rows
 from .summary import cell
 
 MEASURED = ("table", "curves", "time")  # kinds whose rows have figures
-ALWAYS = (*RECALLS, "rsum")  # figures of a table of results,
-ALSO = ("i2t_r_precision", "t2i_r_precision")  # and those that some have
+ALSO = ("i2t_r_precision", "t2i_r_precision")  # figures that some tables of results have
 TIMES = ("encode_seconds", "match_seconds", "seconds", "kpps")
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be told"
-Rows = Mapping[str, Mapping[int, Metrics]]
 
 
 class Difference(NamedTuple):
@@ -156,10 +154,10 @@ def result_lines(
     ours.
     """
     printed = {name for data in table.printed.values() for row in data.values() for name in row}
-    shown = {*printed, *(ALWAYS if rows or not printed else ()), *table.shown}
+    shown = {*printed, *(FIGURES if rows or not printed else ()), *table.shown}
     if table.kind == "time":
         shown |= {*TIMES}
-    columns = [name for name in (*ALWAYS, *ALSO, *TIMES) if name in shown]
+    columns = [name for name in (*FIGURES, *ALSO, *TIMES) if name in shown]
     blank = [""] * len(columns)
     lines = [["row", "", "", *map(titled, columns)]]
     for name, row in table.rows.items():
@@ -212,10 +210,11 @@ def _line(grid: Grid, table: Table, rows: Rows, name: str) -> dict[tuple[str, st
     for data, printed in table.printed.items():
         figure = _shown(printed)
         head = f"{data}, printed {titled(figure)}"
-        known = figure in printed.get(name, {})
-        change = _printed_difference(table, data, figure, name, table.baseline) if known else 0
-        line[head, "figure"] = f"{printed[name][figure]:.1f}" if known else ""
-        line[head, "Δ"] = f"{change:+.1f}" if known and name != table.baseline else ""
+        known = printed.get(name, {}).get(figure)
+        line[head, "figure"] = "" if known is None else f"{known:.1f}"
+        line[head, "Δ"] = ""
+        if known is not None and name != table.baseline:
+            line[head, "Δ"] = f"{known - printed[table.baseline][figure]:+.1f}"
     return line
 
 
@@ -223,12 +222,6 @@ def _shown(printed: Mapping[str, Mapping[str, float]]) -> str:
     """Figure that a table shows for a data set: RSUM, or the first that is printed."""
     first = next(iter(printed.values()))
     return "rsum" if "rsum" in first else next(iter(first))
-
-
-def _printed_difference(table: Table, data: str, figure: str, name: str, other: str) -> float:
-    """Difference between two rows' printed figures."""
-    rows = table.printed[data]
-    return rows[name][figure] - rows[other][figure]
 
 
 def _claim(
@@ -241,7 +234,7 @@ def _claim(
         printed = []
         for data, rows in table.printed.items():
             if figure in rows.get(name, {}) and figure in rows.get(other, {}):
-                change = _printed_difference(table, data, figure, name, other)
+                change = rows[name][figure] - rows[other][figure]
                 printed.append(f"{change:+.1f} on {data}")
         known = f"printed {', '.join(printed)}" if printed else "not printed"
         lines.append(f"  * {name} − {other}: {titled(figure)} {difference or 'no runs'} ({known})")

@@ -8,7 +8,6 @@ directories.
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +29,7 @@ from .paper_tables import Paper, Row, Table, load_paper
 from .pictures import layout
 from .preparation import data_directory, load_model
 from .rerankers import METHODS
-from .runs import IGNORED, Metrics, load_run
+from .runs import Metrics, decisive, load_run
 from .train import train
 
 OWN = ("loss", "seed", "out", "resume")  # settings that the grid sets itself
@@ -90,8 +89,7 @@ class Grid:
         config = replace(
             config, seed=seed, resume=True, data_root=config.data_root or str(self.out / "data")
         )
-        decisive = {name: value for name, value in asdict(config).items() if name not in IGNORED}
-        digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:10]
+        digest = hashlib.sha256(decisive(asdict(config)).encode()).hexdigest()[:10]
         return replace(config, out=str(self.out / f"{config.loss}_{digest}_seed{seed}"))
 
     def _in_file(self, setting: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import read_toml
-from .evaluate import RECALLS
+from .evaluate import FIGURES
 
 TABLES = Path(__file__).with_name("papers.toml")
 PAPERS = ("coder", "user", "dvse")
@@ -140,7 +140,7 @@ def _table(
 
 
 def _printed(
-    columns: Sequence[str] = (*RECALLS, "rsum"), **rows: Sequence[float]
+    columns: Sequence[str] = FIGURES, **rows: Sequence[float]
 ) -> dict[str, dict[str, float]]:
     """Rows of figures by name; RSUM is added if all six recalls are printed without it."""
     figures = {}

@@ -22,10 +22,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from itrloss.files import read_lines
@@ -51,6 +51,7 @@ class Listed:
     kind: str = ""  # its class, if images of a class match one another's captions
 
 
+@dataclass(frozen=True)
 class Images:
     """Raw images, loaded lazily, in place of an array of features.
 
@@ -59,9 +60,8 @@ class Images:
     VSE-infinity.
     """
 
-    def __init__(self, paths: list[Path], size: int) -> None:
-        self.paths = paths
-        self.size = size
+    paths: list[Path]
+    size: int
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -69,19 +69,9 @@ class Images:
     def __getitem__(self, rows: slice) -> Images:
         return Images(self.paths[rows], self.size)
 
-    def open(self, index: int) -> Any:
-        """Load a picture of its own size, in RGB."""
-        from PIL import Image
-
-        path = self.paths[index]
-        with must_be(str(path), "an image that can be read"), Image.open(path) as file:
-            return file.convert("RGB")
-
     def read(self, index: int, seed: Sequence[int] | None = None) -> Tensor:
         """Load a picture, (3, size, size) float32 in [0, 1]; with a seed, cropped and flipped."""
-        from PIL import Image  # only raw images need it
-
-        picture = self.open(index)
+        picture = open_picture(self.paths[index])
         box = None
         flipped = False
         if seed is not None:
@@ -93,6 +83,12 @@ class Images:
         return pixels.flip(2) if flipped else pixels
 
 
+def open_picture(path: Path) -> Image.Image:
+    """Load a picture of its own size, in RGB."""
+    with must_be(str(path), "an image that can be read"), Image.open(path) as file:
+        return file.convert("RGB")
+
+
 def random_box(
     rng: np.random.Generator, width: int, height: int
 ) -> tuple[float, float, float, float]:
@@ -102,11 +98,10 @@ def random_box(
     return left * width, top * height, (left + side) * width, (top + side) * height
 
 
-def layout(root: str | Path) -> str:
+def layout(root: Path) -> str:
     """Recognise the layout of a directory: "karpathy", "mapping" (VSE-infinity's, with pictures),
     "cub", or "features", that of SCAN and of VSE-infinity without pictures.
     """
-    root = Path(root)
     if list(root.glob("*_ims.npy")):
         return "features"
     if (root / MAPPING).exists() and mapped_pictures(root).is_dir():
@@ -116,14 +111,13 @@ def layout(root: str | Path) -> str:
     return "cub" if (root / "text_c10").is_dir() else "features"
 
 
-def listed_images(root: str | Path, name: str) -> list[Listed]:
+def listed_images(root: Path, name: str) -> list[Listed]:
     """List the images of the split `name` ("train", "dev", "test", "testall") with equally many
     captions each.
 
     Each image keeps as many of its first captions as the image with the fewest has: five of
     MSCOCO's five to seven.
     """
-    root = Path(root)
     if name not in KARPATHY:
         raise ValueError(f"{root}: split {name!r}: must be one of {', '.join(KARPATHY)}")
     read = {"karpathy": karpathy, "mapping": mapped}.get(layout(root), cub)

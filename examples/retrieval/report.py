@@ -33,7 +33,7 @@ from itrloss.rerank import Reranker
 
 from .config import NO_EFFECT
 from .data import Split, load_split
-from .evaluate import RECALLS, reranker
+from .evaluate import FIGURES, reranker
 from .paper_figures import in_two_dimensions, new_panels, scatter
 from .preparation import load_model
 from .report_gallery import MISSED, SEED, Gallery
@@ -49,7 +49,7 @@ LOSSES = {
     "coder": "CODER",
     "dvse": "DVSE",
 }
-COLUMNS = [*RECALLS, "rsum", "i2t_median_rank", "t2i_median_rank", "i2t_skewness", "t2i_skewness"]
+COLUMNS = [*FIGURES, "i2t_median_rank", "t2i_median_rank", "i2t_skewness", "t2i_skewness"]
 HEADS = ["R@1", "R@5", "R@10"] * 2 + ["RSUM"] + ["i → t", "t → i"] * 2
 GROUPS = [
     ("image → text", 3),
@@ -82,7 +82,7 @@ def write_report(run_dirs: Sequence[Path], data_root: Path, out: Path) -> None:
     after = _results(scores, dev, reranker(best.config["rerank"]))
     gallery = Gallery(dev, data_root, "dev")
     sections = {
-        "The data": _samples(gallery),
+        "The data": [{"cards": gallery.samples(min(4, len(dev.features)))}],
         "Recall before and after re-ranking": _recall(found, split),
         "Learning curves": _curves(found),
         "Embeddings": _embeddings(best, dev),
@@ -203,7 +203,7 @@ def _cell(
     value = experiment.mean(*figure)
     below = []
     if len(experiment.runs) > 1:
-        below.append(f"±\u00a0{number(experiment.spread(*figure))}")
+        below.append(f"±\u00a0{number(statistics.stdev(experiment.values(*figure)))}")
     if when == "after":
         below.append(number(value - experiment.mean(split, "before", column), "+,.1f"))
     values = [round(other.mean(*figure), 1) for other in found]
@@ -306,10 +306,6 @@ def _hubness(
 
 
 # --- gallery and closing --------------------------------------------------------------------------
-
-
-def _samples(gallery: Gallery) -> list[Block]:
-    return [{"cards": gallery.samples(min(4, len(gallery.split.features)))}]
 
 
 def _gallery(

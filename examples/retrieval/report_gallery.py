@@ -16,7 +16,7 @@ from PIL import Image
 from itrloss.metrics import QueryResults
 
 from .data import Split
-from .pictures import Images
+from .pictures import Images, open_picture
 
 TOP = 5  # answers shown
 SEED = 0  # for the draw of queries
@@ -59,26 +59,24 @@ def draw_queries(
     return picks
 
 
-def picture_file(split: Split, root: Path, split_name: str, image: int) -> Path | None:
-    """The file of a raw image, or `pictures/{split}_{index:05d}.png`; None if there is none."""
+def picture_of(split: Split, root: Path, split_name: str, image: int) -> Image.Image | None:
+    """A raw image, or `pictures/{split}_{index:05d}.png`, in RGB; None if there is no such file."""
     if isinstance(split.features, Images):
-        return split.features.paths[image]
+        return open_picture(split.features.paths[image])
     file = root / "pictures" / f"{split_name}_{image:05d}.png"
-    return file if file.is_file() else None
+    return open_picture(file) if file.is_file() else None
 
 
+@dataclass(frozen=True)
 class Gallery:
-    """Cards of one split's queries, whose pictures :func:`picture_file` finds: before and after
+    """Cards of one split's queries, whose pictures :func:`picture_of` reads: before and after
     re-ranking, or with the names of two models.
     """
 
-    def __init__(
-        self, split: Split, root: Path, split_name: str, models: tuple[str, str] | None = None
-    ) -> None:
-        self.split = split
-        self.root = root
-        self.split_name = split_name
-        self.models = models
+    split: Split
+    root: Path
+    split_name: str
+    models: tuple[str, str] | None = None
 
     def samples(self, count: int) -> list[dict[str, Any]]:
         """The first pictures, each with its captions."""
@@ -143,11 +141,9 @@ class Gallery:
     def _picture(self, image: int) -> dict[str, str]:
         """Inline picture, or, if the file is missing, its number and first caption."""
         caption = self.split.captions[image * self.split.captions_per_image]
-        file = picture_file(self.split, self.root, self.split_name, image)
-        if file is None:
+        picture = picture_of(self.split, self.root, self.split_name, image)
+        if picture is None:
             return {"text": f"picture {image}, captioned “{caption}”"}
-        with Image.open(file) as opened:
-            picture = opened.convert("RGB")
         picture.thumbnail((PIXELS, PIXELS))
         buffer = io.BytesIO()
         picture.save(buffer, "JPEG", quality=88)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ IGNORED = NO_EFFECT | {"seed"}  # settings that may differ between the runs of a
 FILES = ("config.json", "metrics.json", "log.jsonl", "dev_scores.npy")
 
 Metrics = dict[str, dict[str, float]]  # "before" and "after" re-ranking, by figure
+Rows = Mapping[str, Mapping[int, Metrics]]  # of a table, by name and seed
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,6 @@ class Experiment:
     def mean(self, split: str, when: str, figure: str) -> float:
         return statistics.fmean(self.values(split, when, figure))
 
-    def spread(self, split: str, when: str, figure: str) -> float:
-        """Standard deviation over seeds; 0 for a single seed."""
-        if len(self.runs) == 1:
-            return 0.0
-        return statistics.stdev(self.values(split, when, figure))
-
     def curves(self) -> list[list[float]]:
         """RSUM on dev after each epoch, of each run."""
         return [[line["rsum"] for line in run.history] for run in self.runs]
@@ -100,12 +95,17 @@ class Experiment:
         return max(self.runs, key=lambda run: run.metrics["dev"]["after"]["rsum"])
 
 
+def decisive(settings: Mapping[str, Any]) -> str:
+    """The settings that make an experiment another one, as text."""
+    kept = {name: value for name, value in settings.items() if name not in IGNORED}
+    return json.dumps(kept, sort_keys=True)
+
+
 def experiments(runs: Iterable[Run]) -> list[Experiment]:
     """Put runs together that differ in the seed only."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        decisive = {name: value for name, value in run.config.items() if name not in IGNORED}
-        groups.setdefault(json.dumps(decisive, sort_keys=True), []).append(run)
+        groups.setdefault(decisive(run.config), []).append(run)
     return [Experiment(group) for group in groups.values()]
 
 

@@ -291,10 +291,6 @@ def _calibration(seed: int) -> tuple[np.ndarray, np.ndarray]:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def _picture(root: Path, split: str, index: int) -> Path:
-    return root / "pictures" / f"{split}_{index:05d}.png"
-
-
 def write_scenes(root: str | Path, sizes: Mapping[str, int] = SIZES, seed: int = 0) -> bool:
     """Write a data set in the pre-computed layout of SCAN and VSE∞; return whether anything was
     written.
@@ -346,7 +342,7 @@ def _write_split(root: Path, split: str, scenes: list[Scene], seed: int) -> None
         raw = region_features(image, scene, _stream(seed, split, _REGIONS, i))
         features[i] = (raw - mean) / deviation
         if split != "train":
-            image.save(_picture(root, split, i))
+            image.save(root / "pictures" / f"{split}_{i:05d}.png")
     np.save(root / f"{split}_ims.npy", features)
     if split != "train":
         np.save(root / f"{split}_boxes.npy", boxes)

@@ -14,10 +14,8 @@ from pathlib import Path
 from itrloss.cli import tables
 from itrloss.cli.tables import ARROWS, Table, frame
 
-from .evaluate import RECALLS
+from .evaluate import FIGURES
 from .runs import Experiment, experiments, load_run
-
-FIGURES = (*RECALLS, "rsum")
 
 
 def cell(values: Sequence[float]) -> str:

@@ -81,12 +81,12 @@ def test_what_is_said_of_directories(folders, tmp_path):
     parts = []
     for name, (kind, files) in CASES.items():
         root = folders(name, kind, files)
-        report = Report(root, min_count=2)
+        report = Report(root)
         text = "\n".join(report.lines)
         assert len(text.split("\n")) <= 24  # fits on one screen
         parts += [f"# {name}: ready {report.ready}", text.replace(str(root), "DATA"), ""]
     assert_stored("check_data", "\n".join(parts))
-    nowhere = Report(tmp_path / "nowhere", min_count=2)
+    nowhere = Report(tmp_path / "nowhere")
     assert nowhere.lines == [str(tmp_path / "nowhere"), "  MISSING: no such directory"]
     assert not nowhere.ready
 

@@ -207,7 +207,7 @@ def test_images_that_are_there_five_times_are_read_once(tmp_path):
     assert np.array_equal(split.features, once["ims"])
     assert np.array_equal(split.wholes, once["global"])
     assert split.captions_per_image == 5
-    said = "\n".join(Report(tmp_path, 1).lines)
+    said = "\n".join(Report(tmp_path).lines)
     assert said.count("five times each in the file, as in VSE++, read once") == 1
 
     different = np.load(tmp_path / "dev_ims.npy")
@@ -227,7 +227,7 @@ def test_one_vector_an_image_is_its_only_region(tmp_path):
     assert split.captions_per_image == 5
     in_file = np.load(tmp_path / "dev_ims.npy").astype(np.float32)
     assert np.array_equal(split.regions(3), in_file[15:16])
-    said = "\n".join(Report(tmp_path, 1).lines)
+    said = "\n".join(Report(tmp_path).lines)
     assert said.count("one vector an image, as in VSE++, read as its only region; five times") == 3
 
 
@@ -236,7 +236,7 @@ def test_features_below_vse_infinitys_directory(tmp_path):
     (tmp_path / "id_mapping.json").write_text("{}")
     drawn.features(tmp_path / "precomp", {"train": 6, "dev": 4, "test": 5})
     assert load_split(tmp_path, "dev").captions == load_split(tmp_path / "precomp", "dev").captions
-    report = Report(tmp_path, 1)
+    report = Report(tmp_path)
     assert report.ready
     assert "  VSE-infinity's directory: its precomp/ is read" in report.lines
 

@@ -205,5 +205,5 @@ def test_the_lines_of_a_table():
 
 def test_a_split_is_needed_for_its_pictures(photos):
     split: Split = load_split(photos, "dev")
-    file = paper_figures.picture_file(split, photos, "dev", 1)
-    assert file is not None and file.exists()
+    picture = paper_figures.picture_of(split, photos, "dev", 1)
+    assert picture is not None and picture.mode == "RGB"
