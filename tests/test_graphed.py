@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import io
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.calls import calls_of_the_library
 from support.cases import sample
 from support.conforming import CALLS, conforming
 from support.graphs import FakeCuda, Idling, OnCPU, Operators, Tape, Taped, read_nothing
@@ -907,23 +907,6 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.number += 1
         return func(*args, **(kwargs or {}))
-
-
-def calls_of_the_library(function: Callable[[], object]) -> int:
-    """The number of calls of the library's Python functions."""
-    home = itrloss.__file__.removesuffix("__init__.py")
-    calls = []
-
-    def note(frame, event, arg):
-        if event == "call" and frame.f_code.co_filename.startswith(home):
-            calls.append(frame)
-
-    sys.setprofile(note)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return len(calls)
 
 
 def work_of_a_step(

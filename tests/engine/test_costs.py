@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.calls import calls_of_the_library
 from support.cases import embeddings, finite, make_ids, measured_apart, pairwise
 from support.flops import Products, saved_bytes
 from support.losses_registry import IN_LOOPS as LOSSES
-from support.versions import CompileCounterWithBackend, FlopCounterMode, reset_compiler
+from support.losses_registry import REGISTRY
+from support.versions import CompileCounterWithBackend, FlopCounterMode, needs, reset_compiler
 from torch.utils.checkpoint import checkpoint
 
 import itrloss
@@ -295,3 +297,54 @@ def test_second_derivatives_are_right_or_refused():
         with pytest.raises(RuntimeError, match=r"create_graph.*dense"):
             loss = LOSSES[name].make(engine="tiled")(*in_half)
             torch.autograd.grad(loss, in_half[0], create_graph=True)
+
+
+# Calls of the library's functions in a step of 32 pairs, forward and backward, on Python 3.11: what
+# is skipped in one process, or computed once, changes no value.
+CALLS = {
+    "pairs": {
+        "infonce": 141,
+        "infonce learnable": 147,
+        "dcl": 162,
+        "hal": 130,
+        "sigmoid": 135,
+        "supcon": 143,
+        "triplet": 135,
+        "mil-nce joint": 226,
+        "sdm": 226,
+    },
+    "ids": {
+        "infonce": 226,
+        "dcl": 265,
+        "hal": 221,
+        "sigmoid": 197,
+        "supcon": 217,
+        "triplet": 205,
+        "mil-nce joint": 335,
+        "sdm": 322,
+        "mdcl": 388,
+        "uto": 446,
+    },
+    "gather in one process": {"infonce": 148, "sigmoid": 146},
+}
+
+
+@needs("torch.compiler.is_compiling", 2, 8)
+@pytest.mark.parametrize("name", [(kind, loss) for kind in CALLS for loss in CALLS[kind]])
+def test_calls_of_a_step(name):
+    kind, loss_name = name
+    loss = REGISTRY[loss_name].make(gather=kind == "gather in one process")
+    given = [x.float().requires_grad_() for x in embeddings(32, 32, 16)]
+    if REGISTRY[loss_name].takes == "memory":
+        memory = itrloss.CoupledMemory(64, 16)
+        memory.enqueue(*[x.float() for x in embeddings(64, 64, 16)], torch.arange(64) + 99)
+        given += [*[x.detach() for x in given], memory]
+    if kind == "ids":
+        given += [torch.arange(32) // 2] * 2
+
+    def step():
+        loss(*given).backward()
+
+    for _ in range(2):  # the first batch is looked at
+        step()
+    assert calls_of_the_library(step) <= CALLS[kind][loss_name]

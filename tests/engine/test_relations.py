@@ -12,9 +12,12 @@ from support.draws import RELATIONS, Draw
 from support.flops import Sizes
 from support.versions import reset_compiler
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import itrloss
 from itrloss import InfoNCELoss, Related, Similarity
+from itrloss.engine import relation
+from itrloss.engine.relation import Relation
 
 ENGINES = ["dense", "tiled"]
 
@@ -147,3 +150,15 @@ def test_ids_of_one_side_are_sets_of_one_label(engine):
     for of_rows, of_cols in ((ids, sets), (sets, ids)):
         whole = [x[:, None] if x.dim() == 1 else x for x in (of_rows, of_cols)]
         torch.testing.assert_close(loss(rows, cols, of_rows, of_cols), loss(rows, cols, *whole))
+
+
+def test_pairs_are_listed_where_the_host_may_wait(monkeypatch):
+    ids = torch.arange(4)
+    assert Relation((4, 4), (ids, ids.flip(0))).listable
+    assert not Relation((4, 4), (ids.to("meta"), ids.to("meta"))).listable
+    with FakeTensorMode():
+        numbers = torch.arange(4, device="cuda"), torch.arange(4, device="cuda")
+        pairs = Relation((4, 4), numbers, numbers[0].device)
+        assert pairs.listable
+        monkeypatch.setattr(relation, "is_recorded", lambda device: True)
+        assert not pairs.listable
