@@ -1,7 +1,8 @@
 """A Sphinx extension: the tables and figures of the papers, from their registry and from records.
 
 A record is what ``python -m examples.retrieval.paper`` wrote, in ``docs/papers``: a CSV file of
-results, a PNG file of a figure. ``docs/papers/recorded.csv`` has the commit and settings of each.
+results, a PNG file of a figure. Results on Flickr8k have ``_flickr8k`` behind the table's name.
+``docs/papers/recorded.csv`` has the commit and settings of each.
 """
 
 import csv
@@ -61,6 +62,10 @@ def section(paper, number, table):
         lines += csv_table(plain(read(record)))
     elif table.printed:
         lines += csv_table(plain(result_lines(table, {})))
+    flickr = record.with_stem(f"{record.stem}_flickr8k")
+    if flickr.exists():
+        lines += ["On Flickr8k:", "", *recorded_lines(flickr.stem)]
+        lines += csv_table(plain(read(flickr)))
     if picture.exists():
         alternative = f"{heading(number)} of {paper.upper()}, on the scenes: {table.title}"
         lines += [f".. image:: papers/{picture.name}", f"   :alt: {alternative}", ""]

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import sample
 from support.processes import run
-from support.versions import GradScaler
+from support.versions import GradScaler, needs
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -408,6 +408,16 @@ def next_draws() -> tuple[float, float, float]:
 
 def noisy(images: Tensor, texts: Tensor) -> Tensor:
     return product(images * torch.rand(N, 1), texts * np.random.rand() * random.random())
+
+
+@needs("torch.mps", 2, 0)
+def test_random_states_of_apple_devices_are_set_back(monkeypatch):
+    restored = []
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: "state")
+    monkeypatch.setattr(torch.mps, "set_rng_state", restored.append)
+    grad_cache_step(product, towers(), batch(), 4)
+    assert set(restored) == {"state"}
 
 
 @pytest.mark.parametrize("chunk_size", [4, 10])

@@ -86,7 +86,7 @@ def test_older_versions_exchange_lists_on_the_cpu(version: str, has_tensors: boo
     called = []
     names = ("all_gather", "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor")
     for name in names:
-        call = functools.partial(lambda name, *args, **options: called.append(name), name)
+        call = functools.partial(lambda name, *args, **options: called.append((name, args)), name)
         monkeypatch.setattr(dist, name, call)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
@@ -95,9 +95,12 @@ def test_older_versions_exchange_lists_on_the_cpu(version: str, has_tensors: boo
     module = as_on(version)
     for device, takes_tensors in (("cpu", has_tensors), ("meta", True)):
         called.clear()
-        module.all_gather_single(*torch.ones(2, 3, device=device), group=None)
-        module.reduce_scatter_single(*torch.ones(2, 3, device=device), group=None)
-        assert called == list(names[takes_tensors::2])
+        result, x = torch.ones(2, 3, device=device)
+        module.all_gather_single(result, x, group=None)
+        module.reduce_scatter_single(result, x, group=None)
+        assert [name for name, _ in called] == list(names[takes_tensors::2])
+        if takes_tensors:
+            assert all(args[0] is result and args[1] is x for _, args in called)
 
 
 def test_the_version_that_is_needed_is_enough():

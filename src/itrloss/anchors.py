@@ -923,10 +923,11 @@ class Anchors:
         """Return whether sums over positives are over listed pairs, not over all scores."""
         return self.one_to_one or all(block.matrix.lists_positives() for block in self._blocks)
 
-    def _positives(self) -> tuple[Tensor, Tensor | None]:
+    def _positives(self, with_sums: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the (P,) scores of the positive pairs, and (P,) their anchors.
 
-        None in place of the anchors: pair i belongs to anchor i.
+        None in place of the anchors: pair i belongs to anchor i. ``with_sums``: whether sums over
+        all scores are to follow.
         """
         scores: list[Tensor] = []
         index: list[Tensor] = []
@@ -935,7 +936,7 @@ class Anchors:
             for side in group:
                 if side.before:
                     continue
-                scores.append(side.matrix.positive_scores())
+                scores.append(side.matrix.positive_scores(with_sums))
                 if not self.one_to_one and self._index is None:
                     own = side.matrix.relation.listed[side.side]
                     index.append(own + first if first else own)
@@ -998,7 +999,7 @@ class Anchors:
 
         -inf where an anchor has fewer.
         """
-        scores, index = self._positives()
+        scores, index = self._positives(with_sums=True)
         if index is None:
             return [margin - scores]
         size = sum(self.whole_sizes)

@@ -203,6 +203,29 @@ def test_kept_scores_are_multiplied_out_once(name):
     assert products.flops == 6 * n * m * d
 
 
+def consumers(value: torch.Tensor, leaf: torch.Tensor) -> int:
+    """Return how many nodes of a graph hand a gradient to a leaf."""
+    nodes = {value.grad_fn}
+    waiting = list(nodes)
+    count = 0
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            count += getattr(node, "variable", None) is leaf
+            if node is not None and node not in nodes:
+                nodes.add(node)
+                waiting.append(node)
+    return count
+
+
+@pytest.mark.parametrize("kind", [None, "captions"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_embeddings_of_small_batches_get_their_gradient_from_one_node(name, kind):
+    """Otherwise they are normalised, and their gradients added up, more than once."""
+    v, w = (x.float().requires_grad_() for x in embeddings(30, 30, 20))
+    loss = LOSSES[name].make()(v, w, *make_ids(kind, 30, 30))
+    assert consumers(loss, v) == consumers(loss, w) == 1
+
+
 def test_hardest_pairs_of_larger_matrices_take_no_products_in_backward(monkeypatch):
     monkeypatch.setattr("itrloss.engine.matrix.PAIRS_BY_SCORES", 30 * 29)
     v, w = (x.float().requires_grad_() for x in embeddings(30, 30, 200))

@@ -480,7 +480,8 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         sides = sorted({side for part in parts for side in part.sides})
         if len(sides) > len(sim.sides(self.directions)):
             judges = sim.both if guide is None else guide.sim.both
-        own = judges.mean_of_positives(identity).detach()
+        with torch.no_grad():
+            own = judges.mean_of_positives(identity)
         margin = self.margin * own.abs() if self.relative else self.margin
         rounding = ROUNDING * torch.finfo(own.dtype).eps
         limits = own + margin - rounding * own.abs().clamp_min(1.0)

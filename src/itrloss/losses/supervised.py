@@ -304,10 +304,11 @@ class MultiSimilarityLoss(PairLoss):
         below = None
         above = None
         if self.epsilon is not None:
-            below = anchors.hardest_negatives().values.detach() + self.epsilon
-            above = functional.lowest_positives(anchors).detach() - self.epsilon
-        pull = anchors.logsumexp(-a, over="positives", below=below) + a * self.base
+            with torch.no_grad():
+                below = anchors.hardest_negatives().values + self.epsilon
+                above = functional.lowest_positives(anchors) - self.epsilon
         push = anchors.logsumexp(b, above=above) - b * self.base
+        pull = anchors.logsumexp(-a, over="positives", below=below) + a * self.base
         values = F.softplus(pull, threshold=40) / a + F.softplus(push, threshold=40) / b
         return anchors.reduce(values, self.reduction)
 
@@ -377,8 +378,9 @@ class CircleLoss(PairLoss):
         # largest exponent, or an easy one has a larger one, 0 at most. So with a shift of -60
         # at least no sum overflows. A bound on scores is for anchors without pairs. Positives have
         # the exponents of negatives with 1 - S.
-        lowest = functional.lowest_positives(anchors).detach()
-        hardest = anchors.hardest_negatives().values.detach(), 1 - lowest
+        with torch.no_grad():
+            lowest = functional.lowest_positives(anchors)
+            hardest = anchors.hardest_negatives().values, 1 - lowest
         tops = [_exponent(x.clamp_min(-self.margin), *options).clamp_min(-60.0) for x in hardest]
         push = anchors.sum(circle_of_negatives, *options, tops[0])
         pull = anchors.sum_of_positives(circle_of_positives, *options, tops[1])
