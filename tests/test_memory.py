@@ -195,6 +195,20 @@ def test_a_memory_may_be_made_in_inference_mode():
     assert images.grad.any()
 
 
+def test_a_batch_may_be_enqueued_in_inference_mode_before_the_backward_pass():
+    memory = CoupledMemory(8, D)
+    loss = itrloss.MemoryInfoNCELoss()
+    for _ in range(3):
+        images = sample(5, D, seed=2).requires_grad_()
+        value = loss(images, TEXTS, IMAGES, TEXTS, memory)
+        with torch.inference_mode():
+            memory.enqueue(IMAGES, TEXTS)
+        value.backward()
+        assert images.grad.any()
+    memory.load_state_dict(memory.state_dict())
+    assert len(memory) == 8
+
+
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
 
 

@@ -201,6 +201,13 @@ def test_an_average_in_half_precision_begins_where_others_put_it():
     assert torch.equal(updated(keys.float(), encoder, 1).weight, encoder.weight.float())
 
 
+def test_the_module_alone_may_be_cast():
+    keys = MomentumEncoder(nn.Linear(8, 8), 0.0)
+    encoder = longer(keys, torch.bfloat16)
+    keys.module.to(torch.bfloat16)
+    assert torch.equal(updated(keys, encoder, 1).weight, encoder.weight)
+
+
 # -------------------------------------------------------------------------------------------- state
 
 

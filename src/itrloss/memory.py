@@ -203,9 +203,10 @@ class CoupledMemory(CheckedModule):
         last = slice(-self.size, None)
         place = number[last] % self.size
         if is_saved(self.images) or is_saved(self.texts):
-            self.images = self.images.clone()
-            self.texts = self.texts.clone()
-            self.ids = self.ids.clone()
+            with torch.inference_mode(False):  # of tensors made in it, no loss has a gradient
+                self.images = self.images.clone()
+                self.texts = self.texts.clone()
+                self.ids = self.ids.clone()
         for buffer, keys in ((self.images, images), (self.texts, texts)):
             unit = normalized(torch.where(finite[last, None], keys[last], 0.0))
             buffer.index_copy_(0, place, unit.to(buffer.dtype))
@@ -789,6 +790,7 @@ class MomentumEncoder(CheckedModule):
             if not self.averages_buffers or not (own.is_floating_point() or own.is_complex()):
                 own.copy_(new)
         mine = self._averaged(self.module)
+        self.averages.follow(mine)  # the module may have been cast alone
         pairs = zip(mine.items(), self._averaged(encoder).values(), strict=True)
         for (name, own), new in pairs:
             if own.dtype in HALF:

@@ -327,6 +327,14 @@ def test_hrem_takes_scores_with_ids_that_mask(ids):
     torch.testing.assert_close(adapted(scores, scores, ids), NCE(scores, scores, ids, ids))
 
 
+def test_a_margin_is_that_of_the_loss_inside():
+    adapted = compat.adapt(itrloss.Matryoshka(itrloss.TripletLoss(0.2), (2, D)), "vsepp")
+    adapted.margin = 1.0
+    assert adapted.margin == adapted.loss.loss.margin == 1.0
+    with pytest.raises(AttributeError, match="margin: expected a loss that has one, got SupCon"):
+        compat.adapt(itrloss.SupConLoss(), "vsepp").margin = 1.0
+
+
 def queues_of_each(rank: int) -> torch.Tensor:
     """How USER's loss differs from our own where each process has a queue of its own."""
     v = unit(B, D)

@@ -122,6 +122,23 @@ def test_batches_may_be_empty_in_all_processes(tmp_path):
         assert not_zero == {}
 
 
+def figures_of_sets(rank: int, size: int) -> dict[str, torch.Tensor]:
+    """The figures of a process's part of eight images with three embeddings each."""
+    torch.manual_seed(0)
+    sets, texts = torch.randn(8, 3, 5), torch.randn(8, 5)
+    part = slice(0, size) if rank == 0 else slice(size, None)
+    loss = itrloss.VarianceAwareLoss(gather=True, telemetry=True)
+    loss(sets[part], texts[part])
+    return loss.telemetry
+
+
+@pytest.mark.parametrize("size", [3, 0])
+def test_figures_of_sets_are_those_of_one_process(size, tmp_path):
+    whole = figures_of_sets(0, 8)
+    for figures in run(figures_of_sets, tmp_path, size):
+        torch.testing.assert_close(figures, whole)
+
+
 def tied(rank: int) -> list[torch.Tensor]:
     """The hardest negatives of alike images and texts, of which processes have 4 and 2."""
     size = 4 - 2 * rank

@@ -219,6 +219,18 @@ def test_reducers_get_the_values_of_anchors():
     assert regularized.item() == pytest.approx((values.mean() + x.norm(dim=1).mean()).item())
 
 
+def test_options_of_the_loss_count():
+    x, y = embeddings(12, 15)
+    of_rows = itrloss.InfoNCELoss(1.0, normalize=False, directions="image-text")
+    wanted = of_rows(x, y, LABELS, REF_LABELS)
+    of_rows.reduction = "none"
+    loss = ContrastiveLoss(of_rows)
+    given = {"ref_emb": y, "ref_labels": REF_LABELS}
+    pairs = get_all_pairs_indices(LABELS, REF_LABELS)
+    torch.testing.assert_close(loss(x, LABELS, **given), wanted)
+    torch.testing.assert_close(loss(x, LABELS, pairs, **given), wanted)
+
+
 def test_a_batch_without_pairs_has_the_loss_0():
     x = embeddings(4, 1)[0].requires_grad_()
     for labels in (torch.arange(4), torch.zeros(4, dtype=torch.int64)):
@@ -237,6 +249,11 @@ def test_a_batch_without_pairs_has_the_loss_0():
             itrloss.SupConLoss(reduction="none"),
             {"distance": distances.LpDistance()},
             "distance: expected none",
+        ),
+        (
+            itrloss.SupConLoss(reduction="none", directions="text-image"),
+            {},
+            "directions: expected 'both' or 'image-text'",
         ),
         (itrloss.SupConLoss(reduction="none"), {}, "labels, ref_labels: expected integers for all"),
     ],

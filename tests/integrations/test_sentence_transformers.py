@@ -384,6 +384,12 @@ def test_ids_of_negatives_come_in_lists_of_labels(folder):
     assert image_ids.tolist() == text_ids.tolist() == [0, 1, 2, 0]
     assert given["negative_ids"].tolist() == [3, 0, 8, 9, 7, 7, 1, 9]
     torch.testing.assert_close(value, loss(images, texts, image_ids, text_ids, **given))
+    loss.in_batch = False  # each row has its own negatives
+    loss.directions = "image-text"
+    RetrievalLoss(model, loss)(features, labels)
+    own = seen[-1][1]
+    assert own["negative_ids"].tolist() == [row[1:] for row in rows]
+    assert torch.equal(own["negatives"].transpose(0, 1).flatten(0, 1), given["negatives"])
     with pytest.raises(ValueError, match="labels: expected shape"):
         RetrievalLoss(model, loss)(features, labels[:, :2])
 

@@ -104,6 +104,16 @@ def test_values_of_anchors_are_a_tuple_for_each_length():
     rows, cols = loss(v, w)
     short_rows, short_cols = loss(v[:, :2], w[:, :2])
     torch.testing.assert_close(found, (0.5 * short_rows, 0.5 * short_cols, rows, cols))
+    loss.directions = "image-text"
+    torch.testing.assert_close(criterion(v, w), (0.5 * short_rows, rows))
+
+
+def test_log_variances_are_cut():
+    given = *embeddings(4, 4), *embeddings(4, 4, seed=1)
+    loss = itrloss.PCMEPlusPlusLoss()
+    short = loss(*(x[:, :2] for x in given))
+    found = itrloss.Matryoshka(loss, (2, 6))(*given)
+    torch.testing.assert_close(found, short + loss(*given))
 
 
 def test_a_prefix_may_be_a_zero_vector():

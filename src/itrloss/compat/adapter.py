@@ -34,13 +34,20 @@ class AdaptedLoss(WholeState):
 
     @property
     def margin(self) -> float:
-        """The margin of the loss, if it has one."""
-        return self.loss.margin
+        """The margin of the loss, or that inside of Matryoshka, if it has one."""
+        return self._with_margin().margin
 
     @margin.setter
     def margin(self, margin: float) -> None:
-        """Set the margin of the loss."""
-        self.loss.margin = margin
+        """Set the margin of the loss, or of that inside of Matryoshka."""
+        self._with_margin().margin = margin
+
+    def _with_margin(self) -> Any:
+        """Return the loss that has a margin; raise an AttributeError if there is none."""
+        for part in self.loss.modules():
+            if hasattr(part, "margin"):
+                return part
+        raise AttributeError(f"margin: expected a loss that has one, got {self.loss!r}")
 
     @property
     def max_violation(self) -> bool:

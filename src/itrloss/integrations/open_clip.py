@@ -19,7 +19,8 @@ class RetrievalLoss(nn.Module):
     The model's scale and bias replace the loss's learnable ones (its parameters ``log_scale`` and
     ``bias``): ``InfoNCELoss(learnable=True)`` is twice ``ClipLoss``, which averages the directions,
     and ``SigmoidLoss()`` is ``SigLipLoss``. With other losses, the model's scale and bias are not
-    trained: their gradient is 0.
+    trained: their gradient is 0. open_clip itself limits the scale, to 100; a ``max_scale`` of the
+    loss limits what the loss is computed with, and not the model's parameter.
 
     Args:
         loss: a :class:`itrloss.PairLoss` of images and texts alone, :class:`itrloss.Matryoshka`

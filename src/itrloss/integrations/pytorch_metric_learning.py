@@ -22,7 +22,10 @@ except ImportError as error:
 
 
 def _of_mined(
-    embeddings: Tensor, ref_emb: Tensor, mined: tuple[Tensor, Tensor, Tensor, Tensor]
+    embeddings: Tensor,
+    ref_emb: Tensor,
+    mined: tuple[Tensor, Tensor, Tensor, Tensor],
+    normalize: bool,
 ) -> Similarity:
     """Return the similarity of embeddings and candidates with the mined pairs alone."""
     anchors, positives, negative_anchors, negatives = mined
@@ -30,17 +33,21 @@ def _of_mined(
     matches = torch.full(shape, torch.nan, device=embeddings.device)
     matches[negative_anchors, negatives] = 0.0
     matches[anchors, positives] = 1.0
-    return Similarity(embeddings, ref_emb, related=Related(matches=matches), engine="dense")
+    related = Related(matches=matches)
+    return Similarity(embeddings, ref_emb, related=related, engine="dense", normalize=normalize)
 
 
 def _check_options(loss: PairLoss) -> None:
-    """Raise an error for a loss that reduces or gathers itself."""
+    """Raise an error for a loss that reduces or gathers itself, or is not of the embeddings."""
     if loss.reduction != "none" or loss.gather:
         raise ValueError(
             "loss: expected reduction='none' without gather, as reducers and "
             "DistributedLossWrapper take their places, "
             f"got {loss!r} with gather={loss.gather!r}"
         )
+    if loss.directions == "text-image":
+        expected = "'both' or 'image-text', whose anchors are the embeddings"
+        raise ValueError(f"directions: expected {expected}, got 'text-image'")
 
 
 # The name is one of those that CrossBatchMemory and SelfSupervisedLoss accept.
@@ -88,18 +95,20 @@ class ContrastiveLoss(BaseMetricLossFunction):
         if labels is None or ref_labels is None:
             raise ValueError("labels, ref_labels: expected integers for all embeddings, got None")
         if indices_tuple is None and ref_emb is not embeddings:
-            sim = Similarity(embeddings, ref_emb, labels, ref_labels)
+            options = {"normalize": self.loss.normalize, "engine": self.loss.engine}
+            sim = Similarity(embeddings, ref_emb, labels, ref_labels, **options)
         else:
             others = None if ref_emb is embeddings else ref_labels
             mined = convert_to_pairs(indices_tuple, labels, others)
-            sim = _of_mined(embeddings, ref_emb, mined)
+            sim = _of_mined(embeddings, ref_emb, mined, self.loss.normalize)
         valid = sim.valid()
         if valid is None:
             valid = torch.ones(len(sim), dtype=torch.bool, device=sim.device)
         anchors = valid.nonzero().squeeze(1)
         if not len(anchors):
             return self.zero_losses()
-        of_rows, _ = self.loss(sim)
+        of_anchors = self.loss(sim)
+        of_rows = of_anchors if isinstance(of_anchors, Tensor) else of_anchors[0]
         values: dict[str, object] = {
             "losses": of_rows[anchors],
             "indices": anchors,

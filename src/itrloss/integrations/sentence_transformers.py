@@ -141,13 +141,14 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
         images, texts, *others = columns
         negative_ids = None
         if labels is not None and others and labels.shape == (len(images), 1 + len(others)):
-            labels, negative_ids = labels[:, 0], labels[:, 1:].T.flatten()
+            labels, negative_ids = labels[:, 0], labels[:, 1:]
         ids = ids_of(labels, images)
         further = {}
+        is_own = not getattr(inner_loss(self.loss), "in_batch", True)  # each query has its own
         if others:
-            further["negatives"] = torch.cat(others)
+            further["negatives"] = torch.stack(others, 1) if is_own else torch.cat(others)
         if negative_ids is not None:
-            further["negative_ids"] = negative_ids
+            further["negative_ids"] = negative_ids if is_own else negative_ids.T.flatten()
         return self.loss(images, texts, ids, ids, **further)
 
     def get_config_dict(self) -> dict[str, object]:

@@ -25,6 +25,7 @@ from ..checks import (
     takes_queries,
 )
 from ..distributed import ProcessGroup, digest, gather_parts, world_size
+from ..distributed.parts import spread_columns
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine, large_matrix
 from ..engine.related import PassedIds
 from ..engine.vectors import Embeddings, full_precision, normalized
@@ -130,6 +131,8 @@ class VarianceAwareLoss(SimilarityLoss):
         """Return the figures of the best head of each pair, by which a model of sets retrieves."""
         scores = [sim.detach().scores() for sim in heads]
         best = functools.reduce(torch.maximum, scores)
+        if frame.share is not None:
+            best = spread_columns(best, frame.share.processes, 0.0)
         engine = choose_engine("auto", best.numel(), 0, best)
         matrix = Matrix.of_scores(Embeddings(best, False), frame.pairs, engine)
         of_best = Similarity.of_anchors(AnchorSide(matrix, 0, frame.share))

@@ -223,9 +223,9 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
                 :data:`itrloss.NO_ID` marks padding. Left out, negatives match no image. Without
                 ``image_ids``, they are row numbers of images. Strings go with strings.
             guide: another model, whose scores the ``margin`` is for: its embeddings ``(images,
-                texts)`` or ``(images, texts, negatives)``, which may have another dimension; or,
-                where there are no other candidates, its (N, M) scores, in a job with the texts of
-                all processes. The loss is nan if a number of the guide is.
+                texts)`` or ``(images, texts, negatives)``, which may have another dimension and
+                follow ``normalize``; or, where there are no other candidates, its (N, M) scores, in
+                a job with the texts of all processes. The loss is nan if a number of the guide is.
         """
         passed = Passed(images, texts, scores, (image_ids, text_ids))
         groups = image_groups, text_groups
@@ -271,7 +271,9 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             of_batch = similarity_of("guide", guide, sim, self, in_cosines)
             judge = Guide(of_batch, zero_or_nan(guide))
         if isinstance(guide, list):
-            models.append(Model(*guide))
+            images, texts, *negatives = guide
+            second = Model(images, texts, *negatives, normalize=self.normalize)
+            models.append(second)
         return self.compute(sim, self._further(sim, models, relation), judge)
 
     def _check_options(self, has_negatives: bool) -> None:
@@ -581,9 +583,9 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
 
     Args:
         temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
-        memory_positives: False: entries of the memory with the id of image i are no candidates of
-            it, and a positive does not compete with the others: its denominator has the negatives
-            and itself, as in :class:`InfoNCELoss`.
+        memory_positives: False: in the first term, entries of the memory with the id of image i
+            are no candidates of it, and a positive does not compete with the others: its
+            denominator has the negatives and itself, as in :class:`InfoNCELoss`.
         batch_negatives: False: the memory's entries with other ids alone are negatives, and the
             batch's keys alone positives, which do not compete (MoCo). While the memory is empty,
             the loss is then 0.

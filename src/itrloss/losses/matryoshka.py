@@ -14,7 +14,10 @@ from ..memory import CoupledMemory
 from .base import Loss, PairLoss
 
 # The arguments of losses, besides images and texts, that are embeddings or hold them.
-_CUT = ("negatives", "image_keys", "text_keys", "memory")
+_CUT = (
+    *("negatives", "image_keys", "text_keys", "memory"),
+    *("images_log_variance", "texts_log_variance"),
+)
 
 
 class Matryoshka(WholeState):
@@ -79,10 +82,9 @@ class Matryoshka(WholeState):
         Negatives, keys and the entries of a memory are cut to the same dimensions; what else the
         loss takes is passed on whole. ``queries`` and ``documents`` are images and texts.
 
-        With the loss's ``reduction="none"``, a tuple of images' and texts' values for each number
-        of dimensions.
+        With the loss's ``reduction="none"``, a tuple of its values for each number of dimensions:
+        images' and texts', or those of one direction.
         """
-
         images = options.pop("queries", None) if images is None else images
         texts = options.pop("documents", None) if texts is None else texts
         names = self.argument_names[2:] + [""] * len(args)
@@ -108,6 +110,8 @@ class Matryoshka(WholeState):
             named = {name: first_dimensions(name, x, d) for name, x in options.items()}
             others = None if texts is None else texts[..., :d]
             parts.append(self.loss(images[..., :d], others, *more, **named))
+        if getattr(self.loss, "reduction", None) == "none" and isinstance(parts[0], Tensor):
+            parts = [(part,) for part in parts]  # of one direction
         if not isinstance(parts[0], tuple):
             weighted = [w * part for w, part in zip(self.weights, parts, strict=True)]
             return sum(weighted)  # type: ignore[return-value]
