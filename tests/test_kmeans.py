@@ -179,24 +179,30 @@ def test_known_points_need_no_new_clusters():
     assert (means.counts[first] == 4).all()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("at", [0, 3])  # in the first batch, which seeds the clusters, or later
-@pytest.mark.parametrize("clusters", [4, 40])
-def test_points_that_are_not_finite_leave_no_trace(bad, at, clusters):
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("at", ["in front", "among them", "behind"])
+@pytest.mark.parametrize(("clusters", "size"), [(4, 12), (40, 12), (12, 12)])
+def test_points_that_are_zero_or_not_finite_leave_no_trace(bad, at, clusters, size):
     """Mixed precision skips the optimiser's step after an overflow, but a centroid would be
-    corrupted for good.
+    corrupted for good. Counts decide on later steps, so they are compared, too.
     """
-    means, clean = OnlineKMeans(clusters, D), OnlineKMeans(clusters, D)
-    for step in range(5):
-        with_zeros = points(12, seed=step)
-        broken = with_zeros.clone()
-        if step == at:
-            with_zeros[1] = 0
-            broken[1] = 0
-            broken[1, 2] = bad
-        assert torch.equal(means.update(broken), clean.update(with_zeros))
-    assert means.centroids.isfinite().all()
+    means, clean = (OnlineKMeans(clusters, D, patience=1.0) for _ in range(2))
+    good = torch.arange(size) + {"in front": 30, "among them": 0, "behind": 0}[at]
+    if at == "among them":
+        good = good * 3
+    for step in range(8):
+        centre = points(1, seed=step // 4) * 3  # the first cluster is left behind, and reseeded
+        x = points(size, seed=step) + centre
+        mixed = torch.zeros(size + 30, D)
+        mixed[:, 2] = bad
+        mixed[good] = x
+        assert torch.equal(means.update(mixed)[good], clean.update(x))
+        for name, buffer in clean.state_dict().items():
+            assert torch.equal(means.state_dict()[name], buffer), name
+    assert torch.equal(means.fit(mixed, 3)[good], clean.fit(x, 3))
+    assert torch.equal(means.counts, clean.counts)
     assert torch.equal(means.centroids, clean.centroids)
+    assert means.centroids.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

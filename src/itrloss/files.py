@@ -239,9 +239,9 @@ def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
     """Return (P, 2) or (P, 3) float64 numbers of pairs: the indices of an image and a text, and a
     grade.
 
-    A ``.txt`` file has a pair a line, separated by blanks; a ``.csv`` file may have a header;
-    or it is any format of :func:`read_matrix`, with an array of this shape. An empty ``.txt`` file
-    has no pairs.
+    A ``.txt`` file has a pair a line, separated by blanks; a ``.csv`` file may have a header of
+    words, as numbers are a pair; or it is any format of :func:`read_matrix`, with an array of this
+    shape. An empty ``.txt`` file has no pairs.
     """
     path = Path(path)
     if _suffix(path) == ".txt":
@@ -250,6 +250,10 @@ def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
         with _reading(path):
             table = np.array(words or np.empty((0, 2)), dtype=float)
             pairs = torch.from_numpy(table)
+    elif _suffix(path) == ".csv":
+        _check_unnamed(path, key)
+        with _reading(path):
+            pairs = torch.from_numpy(_read_csv(path, numbered=False))
     else:
         pairs = _tensor(path, _read(path, key)).double()
     if pairs.ndim != 2 or pairs.shape[1] not in (2, 3):
@@ -396,11 +400,11 @@ def _read_data_set(x: Any) -> object:
     return values
 
 
-def _read_csv(path: Path) -> np.ndarray:
-    """Return the matrix in a file of separated values."""
+def _read_csv(path: Path, numbered: bool = True) -> np.ndarray:
+    """Return the matrix in a file of separated values; ``numbered`` as in :func:`_is_header`."""
     head, read = _separated(path)
     # pandas writes the number of a row in front, without a name
-    return read(skiprows=int(_is_header(head)))[:, int(head[0] == "") :]
+    return read(skiprows=int(_is_header(head, numbered)))[:, int(head[0] == "") :]
 
 
 def _csv_column(path: Path, key: str | None) -> np.ndarray:
@@ -422,7 +426,7 @@ def _csv_column(path: Path, key: str | None) -> np.ndarray:
         raise ValueError(f"{path}: expected one column; it has {names}; {hint}")
     ids = ids.ravel()
     are_integers = all(map(_INTEGER.fullmatch, ids[1:]))
-    if key is not None or (_is_header(head) and are_integers):
+    if key is not None or (_is_header(head, numbered=False) and are_integers):
         return ids[1:]
     return ids
 
@@ -447,15 +451,15 @@ def _separated(path: Path) -> tuple[list[str], Callable[..., np.ndarray]]:
     return cells.tolist(), read
 
 
-def _is_header(head: list[str]) -> bool:
-    """Return whether a first line is a header: other cells than numbers, or 0, 1, 2 and so on, as
-    pandas writes it.
+def _is_header(head: list[str], numbered: bool) -> bool:
+    """Return whether a first line is a header: other cells than numbers, or, if ``numbered``, 0, 1,
+    2 and so on, as pandas writes it above a matrix; ids and pairs may begin with these.
     """
     try:
         numbers = np.array(head, dtype=float)
     except ValueError:
         return True
-    return len(head) > 1 and np.array_equal(numbers, np.arange(len(head)))
+    return numbered and len(head) > 1 and np.array_equal(numbers, np.arange(len(head)))
 
 
 def _text(path: Path) -> str:

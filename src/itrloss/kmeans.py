@@ -41,8 +41,9 @@ class OnlineKMeans(CheckedModule):
 
     Clusters begin empty. An empty one is seeded with a point of the batch that is far from all
     centroids, the farthest first (in a first batch of more points than clusters, the first points).
-    So is a cluster that got no point while ``patience`` points per cluster were seen. In a single
-    process no update synchronises with an accelerator; see :doc:`losses/prototypes`.
+    So is a cluster that got no point while ``patience`` points per cluster were seen. Points of
+    length 0, and those that are not finite, change nothing. In a single process no update
+    synchronises with an accelerator; see :doc:`losses/prototypes`.
 
     Args:
         clusters, dim: K and the dimension of the points.
@@ -104,8 +105,8 @@ class OnlineKMeans(CheckedModule):
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
-        """Return the (B,) int64 clusters of points ``x`` (B, dim) of any length; points of length 0
-        are in the first.
+        """Return the (B,) int64 clusters of points ``x`` (B, dim) of any length; points of length
+        0, and those that are not finite, are in the first.
 
         Before the first update that is a RuntimeError; on an accelerator, where it would
         synchronise, all are 0.
@@ -125,8 +126,8 @@ class OnlineKMeans(CheckedModule):
         same on all.
 
         Returns:
-            (B,) int64: the cluster of each point, of a seed the one that it seeded. Points not
-            finite count as zero.
+            (B,) int64: the cluster of each point, of a seed the one that it seeded; the
+            first of points of length 0, and of those that are not finite.
         """
         patience = int(self.patience * self.clusters)
         if world_size(process_group) == 1:
@@ -165,7 +166,7 @@ class OnlineKMeans(CheckedModule):
             before = ids
         self.replaced.copy_(reseeded)
         ids = self._nearest(x, self.waiting < _NEVER).indices
-        self.counts.zero_().index_add_(0, ids, torch.ones_like(ids))
+        self.counts.zero_().index_add_(0, ids, _not_zero(x))
         return ids
 
     def _points(self, x: Tensor, empty: bool = False) -> Tensor:
@@ -204,18 +205,20 @@ class OnlineKMeans(CheckedModule):
         """
         batch = x.shape[0]
         clusters = self.clusters
-        zero = ~x.any(1)
+        seen = _not_zero(x)
         seeded = self.waiting < _NEVER
         first_seeds = torch.zeros_like(seeded)
         # seed a first batch with its first points, so that the others have a nearest centroid
         if batch > clusters:
-            first_seeds = ~seeded.any() & ~zero[:clusters]
-            self.centroids.copy_(torch.where(first_seeds[:, None], x[:clusters], self.centroids))
+            first = seen.sort(descending=True, stable=True)
+            points = x[first.indices[:clusters]]
+            first_seeds = ~seeded.any() & (first.values[:clusters] > 0)
+            self.centroids.copy_(torch.where(first_seeds[:, None], points, self.centroids))
             seeded = seeded | first_seeds
         cosines, ids = self._nearest(x, seeded)
-        hit = torch.zeros_like(seeded).index_fill_(0, ids, True) & seeded
-        self.waiting.add_(batch).masked_fill_(hit | first_seeds, 0)
-        self._reseed(cosines.masked_fill(zero, 1.0), ids, patience)
+        hit = torch.zeros_like(self.waiting).index_add_(0, ids, seen) > 0
+        self.waiting.add_(seen.sum()).masked_fill_(hit & seeded | first_seeds, 0)
+        self._reseed(cosines.masked_fill(seen == 0, 1.0), ids, patience)
         reseeded = self.reseeded | first_seeds
         self.replaced.copy_(reseeded)
         self.counts.masked_fill_(reseeded, 0)
@@ -257,7 +260,7 @@ class OnlineKMeans(CheckedModule):
             row = group
         points = torch.arange(batch, device=x.device)
         sums = weighted_sums(x, points, x.new_ones(batch), group, len(which))[row]
-        sizes = torch.zeros_like(which).index_add_(0, group, torch.ones_like(ids))[row]
+        sizes = torch.zeros_like(which).index_add_(0, group, _not_zero(x))[row]
         old = self.centroids[which]
         counts = self.counts[which]
         limit = torch.inf if self.max_count is None else self.max_count
@@ -274,3 +277,8 @@ class OnlineKMeans(CheckedModule):
         if self.centroids.dtype != before.dtype:
             self.centroids = before.to(self.centroids.device)
         return self
+
+
+def _not_zero(x: Tensor) -> Tensor:
+    """Return (B,) int64: 1 for each point that counts, 0 for those of length 0."""
+    return x.any(1).long()

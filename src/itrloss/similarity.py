@@ -656,7 +656,8 @@ class Similarity(Anchors):
 
         k may exceed M. Equal scores are in the order of the ranks: with ``ties="pessimistic"``
         negatives come first, and for ``ties=None`` the lower column. ``relevance`` takes the place
-        of the ids, and says who is no candidate: -inf and -1 where there are fewer than k.
+        of the ids, and says who is no candidate: -inf and -1 where there are fewer than k. Right
+        ones that are no candidates have the last ranks.
         """
         if k != 0:
             k = as_size("k", k)

@@ -19,7 +19,7 @@ from scipy.io import savemat
 from support.versions import default_device
 
 from itrloss import Similarity
-from itrloss.files import Source, as_source, read_ids, read_lines, read_matrix
+from itrloss.files import Source, as_source, read_ids, read_lines, read_matrix, read_pairs
 
 
 def save(folder: Path, name: str, content: Any) -> Path:
@@ -309,6 +309,17 @@ def test_integer_ids_are_read_from_any_format(name: str, tmp_path: Path):
     found = read_ids(save(tmp_path, name, INTEGER_FILES[name]))
     assert found.dtype == np.int64
     assert found.tolist() == IDS
+
+
+@pytest.mark.parametrize("pairs", [[[0, 1], [1, 2], [2, 0]], [[0, 1, 2], [1, 0, 1]], [[0, 1]]])
+@pytest.mark.parametrize("has_header", [False, True])
+def test_a_first_pair_or_row_of_ids_is_no_header(has_header, pairs, tmp_path):
+    """Above a matrix, 0, 1, 2 is a header of pandas."""
+    lines = [",".join(map(str, pair)) for pair in pairs]
+    header = ["image,text,grade" if len(pairs[0]) == 3 else "image,text"] * has_header
+    path = save(tmp_path, "pairs.csv", "\n".join(header + lines))
+    assert read_pairs(path).tolist() == pairs
+    assert read_ids(save(tmp_path, "row.csv", lines[0])).tolist() == pairs[0]
 
 
 @pytest.mark.parametrize("name", NAME_FILES)

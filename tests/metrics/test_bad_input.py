@@ -133,7 +133,7 @@ OF_WRONG_VALUES = [
     (partial(FastReranker().calibrate, S, [0] * 4, [1] * 4), "image_ids, text_ids: no query"),
     (partial(retrieval_metrics, S, torch.arange(3)), "image_ids"),
     (partial(retrieval_metrics, S, text_ids=torch.arange(4) + 9), "no query"),
-    (partial(retrieval_metrics, S, *PAIRS, candidates=([0], [1])), "no query"),
+    (partial(retrieval_metrics, S, *PAIRS, exclude=S > -9), "no query"),
     (partial(retrieval_metrics, THREE, torch.arange(3)), "image_ids"),
     (partial(retrieval_metrics, (S, torch.rand(4, 5))), r"scores\[1\].*\(4, 4\).*\(4, 5\)"),
     (partial(retrieval_metrics, (S, S), reranker=CSLS()), "reranker: expected None"),

@@ -76,7 +76,8 @@ class Evaluation:
         self.options: dict[str, Any] = {}
         self.reranker = draw.pick([None] * 4 + ["two stages", *EVERY])
         self.grades = self.right.long()
-        self.excluded = torch.zeros_like(self.right)
+        self.excluded = torch.zeros_like(self.right)  # what is not ranked
+        self.missed = torch.zeros_like(self.right)  # right, but no candidate
         if draw.chance(0.5):
             self._draw_rules()
         self.parts = self._drawn_parts()
@@ -101,6 +102,7 @@ class Evaluation:
             self.options["exclude"] = FORMS[draw.pick([*FORMS])](self.excluded)
         if draw.chance(0.5):
             kept = draw.integers(4, *shape) > 0
+            self.missed = ~self.excluded & ~kept & (self.grades > 0)
             self.excluded = self.excluded | ~kept
             self.options["candidates"] = FORMS[draw.pick([*FORMS])](kept)
 
@@ -237,7 +239,13 @@ class Evaluation:
         """The figures of one direction in a part; none without a right candidate."""
         grades = self.grades if side == 0 else self.grades.T
         lists = self.lists(side, part)
-        ranked = {q: [int(grades[q, c]) for c in best] for q, best in lists.items()}
+        missed = self.missed if side == 0 else self.missed.T
+        ranked = {}
+        for q, best in lists.items():
+            last = [int(grades[q, c]) for c in part[1 - side] if missed[q, c]]
+            last.sort(reverse=self.ties == "optimistic")
+            wrong = [0] * (len(part[1 - side]) - len(best) - len(last))
+            ranked[q] = [int(grades[q, c]) for c in best] + wrong + last
         answered = [q for q in ranked if any(ranked[q])]
         if not answered:
             return {}

@@ -77,6 +77,21 @@ def test_the_sum_of_recalls_has_its_own_ks():
 # --- exclusions and candidates --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ties", ["pessimistic", "optimistic"])
+def test_what_a_first_stage_missed_counts_as_missed(ties):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(50, 8, generator=generator)
+    scores = images @ (images + torch.randn(50, 8, generator=generator)).T
+    best = scores.topk(5).indices.tolist()
+    found = retrieval_results(scores, candidates=best, ties=ties)
+    plain = retrieval_results(scores, ties=ties).i2t.best
+    assert 0 < int((plain > 5).sum()) < 50
+    assert found.i2t.best.tolist() == plain.where(plain <= 5, 50).tolist()
+    listed_by_nobody = retrieval_results(scores, candidates=([], []), ties=ties)
+    assert listed_by_nobody.t2i.best.tolist() == [50] * 50
+    assert listed_by_nobody.metrics()["i2t_r10"] == 0
+
+
 def test_what_is_excluded_ties_with_nobody():
     lowest = torch.finfo(torch.float32).min
     scores = torch.full((2, 3), lowest)

@@ -18,6 +18,7 @@ from support.cases import embeddings, public_rerankers, sample
 from support.rerankers import METHODS, Centred, CentredByBlocks
 from support.versions import load
 
+import itrloss
 from itrloss import Similarity, rerank
 from itrloss.cli import comparison
 from itrloss.metrics import retrieval_metrics
@@ -358,6 +359,30 @@ def test_what_calibration_compares():
 def test_of_scales_that_do_as_well_the_first_are_chosen():
     found = FastReranker().calibrate(torch.eye(6), scales=(8.0, 4.0, 16.0))
     assert found.i2t == found.t2i == (8.0, 8.0)
+
+
+@pytest.mark.parametrize("form", ["labels", "matches"])
+def test_calibration_leaves_padding_out(form):
+    """An image has several labels, a text one, so that a text has several images. The last image
+    and text do not exist.
+    """
+    generator = torch.Generator().manual_seed(1)
+    v, w = (torch.randn(61, 6, generator=generator) for _ in range(2))
+    labels = torch.randint(8, (61, 3), generator=generator)
+    of_texts = torch.randint(8, (61, 1), generator=generator)
+    labels[60] = of_texts[60] = itrloss.NO_ID
+    matches = (labels[:, None] == of_texts).any(2).double()
+    matches[60] = matches[:, 60] = torch.nan
+
+    def calibrated(size):
+        if form == "labels":
+            validation = Similarity(v[:size], w[:size], labels[:size], of_texts[:size])
+        else:
+            related = itrloss.Related(matches=matches[:size, :size])
+            validation = Similarity(v[:size], w[:size], related=related)
+        return FastReranker().calibrate(validation)
+
+    assert (calibrated(61).i2t, calibrated(61).t2i) == (calibrated(60).i2t, calibrated(60).t2i)
 
 
 def test_calibration_uses_the_bank():

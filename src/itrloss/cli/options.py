@@ -62,7 +62,9 @@ class Options:
         Read, _file(_TEST, "right pairs in place of ids: image, text and perhaps grade")
     ] = None
     exclude: Annotated[Read, _file(_TEST, "pairs that are not ranked")] = None
-    candidates: Annotated[Read, _file(_TEST, "the only pairs that are ranked")] = None
+    candidates: Annotated[
+        Read, _file(_TEST, "the only pairs that are ranked; other right ones are missed")
+    ] = None
     folds: Annotated[
         int, _option(_TEST, "N", "parts of images; 5: MSCOCO's 5-fold 1K", least=1)
     ] = 1

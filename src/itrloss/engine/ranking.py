@@ -43,13 +43,14 @@ def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def ranks(
-    thresholds: Tensor,  # (B, P) scores of the positives, nan where there is none
+    thresholds: Tensor,  # (B, P) scores of the positives, -inf if not ranked, nan if there is none
     rivals: Tensor,  # (B, C) scores of the negatives, -inf for other candidates
     optimistic: bool,
 ) -> Tensor:
     """Return the (B, P) ranks of positives, from 1, ascending, padded with 0.
 
-    A negative with the score of a positive ranks ahead of it, unless ``optimistic``.
+    A negative with the score of a positive ranks ahead of it, unless ``optimistic``. All C - P
+    others are ahead of a positive that is not ranked.
     """
     count = thresholds.shape[1]
     missing = thresholds.isnan()
@@ -62,6 +63,8 @@ def ranks(
         for part in chunks(rivals):  # to be summed, a mask is copied to int64
             for k in range(count):
                 ahead[part, k] = compare(rivals[part], thresholds[part, k, None]).sum(1)
+    others = rivals.shape[1] - (~missing).sum(1, keepdim=True)
+    ahead = torch.where(thresholds == -torch.inf, others, ahead)
     last = torch.iinfo(torch.int64).max // 2
     ahead = ahead.masked_fill_(missing, last).sort(dim=1).values
     positions = torch.arange(1, count + 1, device=rivals.device)
@@ -123,7 +126,7 @@ class Relevance(NamedTuple):
 
     positives: Tensor  # (A, P) columns of the right candidates, -1 for none
     grades: Tensor | None = None  # (A, P) above 0, 0 for none; None: all 1
-    # given a slice of the anchors: (B, M) bool, who is not ranked
+    # given a slice of the anchors: (B, M) bool, who is not ranked; positives among them are last
     excluded: Callable[[slice], Tensor] | None = None
 
     def part(self, anchors: slice) -> Relevance:
@@ -200,12 +203,12 @@ def _near_best(scores: Tensor, k: int, lowest: Tensor, least: float) -> Tensor:
 
 
 def ranked_grades(
-    thresholds: Tensor,  # (B, P) scores of the positives, nan where there is none
+    thresholds: Tensor,  # (B, P) scores of the positives, as in :func:`ranks`
     grades: Tensor,  # (B, P)
     optimistic: bool,
 ) -> Tensor:
     """Return the (B, P) grades in the order of :func:`ranks`."""
     order = grades.argsort(dim=1, descending=optimistic, stable=True)
-    scores = thresholds.masked_fill(thresholds.isnan(), -torch.inf).gather(1, order)
-    order = order.gather(1, scores.argsort(dim=1, descending=True, stable=True))
+    negative = thresholds.neg().gather(1, order)  # as nan is sorted behind all numbers
+    order = order.gather(1, negative.argsort(dim=1, stable=True))
     return grades.gather(1, order)

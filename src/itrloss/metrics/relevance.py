@@ -116,16 +116,25 @@ def judged(
     exclude: Pairs | None = None,
     candidates: Pairs | None = None,
 ) -> Judged:
-    """Return the right pairs, those that match if ``relevant`` is None, and the ranked ones."""
+    """Return the right pairs, those that match if ``relevant`` is None, and the ranked ones.
+
+    What is excluded is not right. What is right and no candidate was missed, and stays right.
+    """
     if relevant is None:
         images, texts = right_pairs(sim)
         ones = torch.ones(len(images), dtype=torch.float64, device=sim.device)
         right = Judgements(images, texts, ones)
     else:
         right = _right_pairs(relevant, sim)
-    ranked = _candidate_filter(sim, exclude, candidates)
-    if ranked is not None:
+    ranked = None
+    if exclude is not None:
+        ranked = CandidateFilter(sim.shape, _pair_numbers("exclude", exclude, sim), only=False)
         right = right.only(ranked.keeps(right.images, right.texts))
+    if candidates is not None:
+        chosen = CandidateFilter(sim.shape, _pair_numbers("candidates", candidates, sim), only=True)
+        if ranked is not None:
+            chosen = chosen._replace(numbers=chosen.numbers[ranked.keeps(*chosen.pairs())])
+        ranked = chosen
     return Judged(sim.shape, right, ranked)
 
 
@@ -141,19 +150,6 @@ def _right_pairs(relevant: Pairs, sim: Similarity) -> Judgements:
     rows, cols = existing(sim)
     kept = (grades > 0) & torch.isin(images, rows) & torch.isin(texts, cols)
     return Judgements(images, texts, grades).only(kept)
-
-
-def _candidate_filter(
-    sim: Similarity, exclude: Pairs | None, candidates: Pairs | None
-) -> CandidateFilter | None:
-    """Return which pairs are ranked; None if all are."""
-    excluded = None if exclude is None else _pair_numbers("exclude", exclude, sim)
-    if candidates is None:
-        return None if excluded is None else CandidateFilter(sim.shape, excluded, only=False)
-    chosen = _pair_numbers("candidates", candidates, sim)
-    if excluded is not None:
-        chosen = chosen[~torch.isin(chosen, excluded)]
-    return CandidateFilter(sim.shape, chosen, only=True)
 
 
 def _pair_numbers(name: str, pairs: Pairs, sim: Similarity) -> Tensor:

@@ -102,7 +102,8 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
             reference of a composed query, in the same forms; a matrix is one of bools. A right
             candidate that is excluded does not exist. Not with folds.
         candidates: the only pairs that are ranked, in the same forms, such as a first stage's best
-            for each query. Not with folds.
+            for each query. A right pair that is not among them was missed: it counts, and has the
+            last rank of all candidates. Not with folds.
         reranker: re-rank the scores first, without holding the matrix. It sees all scores, those
             of excluded pairs, too.
         ties: whether a negative with the score of a positive ranks ahead of it (``"pessimistic"``)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -117,10 +117,9 @@ def compare_all(
     ends = _ends(level)
     names = list(systems)
     comparisons: dict[str, dict[str, Comparison]] = {name: {} for name in names if name != baseline}
-    values = _bootstrap(list(systems.values()), ks, samples, seed)
-    for figure in figures:
-        one_of("figures", figure, *values)
-        of_systems = dict(zip(names, values[figure], strict=True))
+    values = _bootstrap(list(systems.values()), ks, samples, seed, figures)
+    for figure, x in values.items():
+        of_systems = dict(zip(names, x, strict=True))
         for name, compared in comparisons.items():
             compared[figure] = _compared(of_systems[name], of_systems[baseline], ends)
     p_values = [x.p_value for compared in comparisons.values() for x in compared.values()]
@@ -160,18 +159,47 @@ def _compared(own: Tensor, other: Tensor, ends: Tensor) -> Comparison:
 
 
 def _bootstrap(
-    runs: Sequence[RetrievalResults], ks: Ks, samples: int, seed: int
+    runs: Sequence[RetrievalResults],
+    ks: Ks,
+    samples: int,
+    seed: int,
+    figures: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
-    """Return (runs, 1 + samples) values of each metric, over all queries and over those of
-    bootstrap samples, in percent.
+    """Return (runs, 1 + samples) values of each metric of ``figures``, by default of all, over all
+    queries and over those of bootstrap samples, in percent.
 
     A sample draws ids with replacement, the same for all runs.
     """
     samples = as_size("samples", samples)
     ks = as_ks(ks)
     sums = torch.stack([_sums_by_id(run, runs[0], ks) for run in runs], 1)
-    n = len(sums)  # ids, of (ids, runs, 2, columns)
-    drawn_sums = [sums.sum(0, keepdim=True)]
+    places = {}
+    for side, way in enumerate(WAYS):
+        for column, name in enumerate(runs[0].i2t.per_query(ks)):
+            places[f"{way}_{name}"] = [(side, column)]
+    places["rsum"] = places.pop("i2t_rsum") + places.pop("t2i_rsum")
+    if figures is None:
+        figures = list(places)
+    for figure in figures:
+        one_of("figures", figure, *places)
+    values = {figure: sums.new_empty(len(runs), 1 + samples) for figure in figures}
+    start = 0
+    # Of all systems and samples, the metrics that nobody asked for would take gigabytes.
+    for of_samples in _drawn_sums(sums, samples, seed):
+        stop = start + len(of_samples)
+        means = 100 * of_samples[..., :-1] / of_samples[..., -1:]
+        for figure, x in values.items():
+            x[:, start:stop] = sum(means[:, :, side, column].T for side, column in places[figure])
+        start = stop
+    return values
+
+
+def _drawn_sums(sums: Tensor, samples: int, seed: int) -> Iterator[Tensor]:
+    """Return the sums over all ids, and over those of bootstrap samples, some samples at a time:
+    (B, runs, 2, columns) of (ids, runs, 2, columns).
+    """
+    n = len(sums)
+    yield sums.sum(0, keepdim=True)
     generator = torch.Generator("cpu").manual_seed(seed)
     step = max(1, _DRAWN // n)
     for start in range(0, samples, step):
@@ -180,15 +208,7 @@ def _bootstrap(
         drawn = torch.randint(n, (count, n), generator=generator, device="cpu")
         drawn += n * torch.arange(count, device="cpu")[:, None]
         times = drawn.flatten().bincount(minlength=count * n).view(count, n).double()
-        drawn_sums.append(torch.tensordot(times, sums, 1))
-    of_samples = torch.cat(drawn_sums)  # (1 + samples, runs, 2, columns)
-    means = 100 * of_samples[..., :-1] / of_samples[..., -1:]
-    values = {}
-    for side, way in enumerate(WAYS):
-        for column, name in enumerate(runs[0].i2t.per_query(ks)):
-            values[f"{way}_{name}"] = means[:, :, side, column].T
-    values["rsum"] = values.pop("i2t_rsum") + values.pop("t2i_rsum")
-    return values
+        yield torch.tensordot(times, sums, 1)
 
 
 def _sums_by_id(results: RetrievalResults, first: RetrievalResults, ks: Ks) -> Tensor:

@@ -13,6 +13,7 @@ from ..checks import IdsLike, as_number, option
 from ..checks.warnings import UnfitScalesWarning, warn
 from ..metrics.labels import with_ids
 from ..metrics.matching import existing_part
+from ..metrics.relevance import judged
 from ..similarity import Similarity
 from .base import Reranker
 from .direction import Bias, Direction, reference_sums
@@ -105,14 +106,17 @@ class FastReranker(Reranker):
         ends = {min(scales), max(scales)}
         at_end = False
         part = existing_part(sim)
-        views = part.sim, part.sim.T
-        for direction, labelled in zip(self._directions(part), views, strict=True):
+        # not who matches in the part, whose ids have one image of each text
+        right = judged(sim).within(part.rows, part.cols)
+        views = (part.sim, right.relevance()), (part.sim.T, right.T.relevance())
+        for direction, view in zip(self._directions(part), views, strict=True):
+            labelled, relevance = view
             qualities: dict[tuple[float, float], tuple[float, float]] = {}
             for scale in scales:
                 penalties = -reference_sums(direction.candidates, scale)
                 for factor in scales:
-                    ranks = labelled.ranks(penalties / factor)
-                    qualities[scale, factor] = _quality(ranks[:, 0])
+                    ranking = labelled.ranked(0, penalties / factor, relevance=relevance)
+                    qualities[scale, factor] = _quality(ranking.ranks[:, 0])
             best = max(qualities, key=qualities.__getitem__)
             if qualities[best] < _PERFECT and not ends.isdisjoint(best):
                 at_end = True
