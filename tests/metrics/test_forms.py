@@ -88,6 +88,19 @@ def test_a_batch_by_itself_and_all_together():
         assert {k: float(x) for k, x in found.items()} == pytest.approx(wanted)
 
 
+def test_a_batch_may_lie_in_memory_that_is_used_again():
+    pytest.importorskip("torchmetrics")
+    images, texts = embedded(captions=1)
+    metric = metrics.RetrievalMetrics()
+    buffers = images[:4].clone(), texts[:4].numpy().copy()
+    for part in torch.arange(12).split(4):
+        buffers[0][:] = images[part]
+        buffers[1][:] = texts[part]
+        metric.update(*buffers)
+    wanted = retrieval_metrics(itrloss.Similarity(images, texts))
+    assert figures(metric) == pytest.approx(wanted)
+
+
 def test_batches_of_images_once_per_caption_are_folded():
     pytest.importorskip("torchmetrics")
     images, texts = embedded()

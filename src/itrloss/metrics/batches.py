@@ -40,8 +40,8 @@ except ImportError:
 class RetrievalMetrics(Metric):
     """Compute :func:`itrloss.metrics.retrieval_metrics` of all batches of all processes.
 
-    Every process stores its embeddings until ``reset()``, and holds the embeddings of all processes
-    in :meth:`compute`.
+    Every process stores copies of its embeddings until ``reset()``, and holds the embeddings of all
+    processes in :meth:`compute`.
 
     Args:
         normalize: see :class:`itrloss.Similarity`.
@@ -121,8 +121,8 @@ class RetrievalMetrics(Metric):
             self.are_names.append(torch.tensor([int(named)], device=images.device))
             self.image_ids.append(ids[0])
             self.text_ids.append(ids[1])
-        self.images.append(images.detach())
-        self.texts.append(texts.detach())
+        self.images.append(images.detach().clone())
+        self.texts.append(texts.detach().clone())
 
     def _check_captions(self, n: int, m: int) -> None:
         """Raise a ValueError unless all batches without ids have as many texts an image."""
