@@ -88,6 +88,29 @@ def test_a_batch_by_itself_and_all_together():
         assert {k: float(x) for k, x in found.items()} == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("way", ["forward", "merge_state"])
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ((1, None), (3, None), "different numbers of texts an image, got 1 and 3"),
+        ((1, None), (1, range(4)), "expected both in all batches"),
+        ((1, "abcd"), (1, range(4)), "expected strings in all batches"),
+    ],
+)
+def test_batches_are_paired_alike_however_they_are_joined(way, first, second, message):
+    pytest.importorskip("torchmetrics")
+    images, _ = embedded()
+    metric, other = metrics.RetrievalMetrics(), metrics.RetrievalMetrics()
+    for each, (captions, ids), own in ((metric, first, images[:4]), (other, second, images[4:8])):
+        ids = None if ids is None else list(ids)
+        joined = metric if way == "forward" else each
+        joined(own, own.repeat_interleave(captions, 0), ids, ids)
+    if way == "merge_state":
+        metric.merge_state(other)
+    with pytest.raises((TypeError, ValueError), match=message):
+        metric.compute()
+
+
 def test_a_batch_may_lie_in_memory_that_is_used_again():
     pytest.importorskip("torchmetrics")
     images, texts = embedded(captions=1)
