@@ -229,9 +229,10 @@ def filled_memory(odd: bool) -> itrloss.CoupledMemory:
     return filled
 
 
-def metric_of_batches(*ids: Any, **options: Any) -> Any:
+def metric_of_batches(*ids: Any, captions: int = 1, **options: Any) -> Any:
     metric = itrloss.metrics.RetrievalMetrics(**options)
-    metric.update(*pairs(trained=False), *ids)
+    images, texts = pairs(trained=False)
+    metric.update(images, texts.repeat(captions, 1), *ids)
     return metric.compute()
 
 
@@ -484,8 +485,13 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
     ),
     "ids of a metric": (
         lambda odd: metric_of_batches(*[ids] * 2 * odd),
-        "ids False",
-        "ids True",
+        "1 texts an image without ids",
+        "integers as ids",
+    ),
+    "texts an image of a metric": (
+        lambda odd: metric_of_batches(captions=1 + odd),
+        "1 texts an image",
+        "2 texts an image",
     ),
     "option of a metric": (
         lambda odd: metric_of_batches(normalize=odd),
@@ -533,8 +539,8 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
     ),
     "words of a metric": (
         lambda odd: metric_of_batches(*[words if odd else ids] * 2),
-        "of strings [False]",
-        "of strings [True]",
+        "integers as ids",
+        "strings as ids",
     ),
     "groups": (
         lambda odd: pair(gather=True)(*pairs(), image_groups=None if odd else ids),

@@ -89,6 +89,42 @@ def test_a_batch_by_itself_and_all_together():
         assert {k: float(x) for k, x in found.items()} == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("way", ["forward", "merge_state"])
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ((1, None), (3, None), "different numbers of texts an image, got 1 and 3"),
+        ((1, None), (1, range(4)), "expected both in all batches"),
+        ((1, "abcd"), (1, range(4)), "expected strings in all batches"),
+    ],
+)
+def test_batches_are_paired_alike_however_they_are_joined(way, first, second, message):
+    pytest.importorskip("torchmetrics")
+    images, _ = embedded()
+    metric, other = metrics.RetrievalMetrics(), metrics.RetrievalMetrics()
+    for each, (captions, ids), own in ((metric, first, images[:4]), (other, second, images[4:8])):
+        ids = None if ids is None else list(ids)
+        joined = metric if way == "forward" else each
+        joined(own, own.repeat_interleave(captions, 0), ids, ids)
+    if way == "merge_state":
+        metric.merge_state(other)
+    with pytest.raises((TypeError, ValueError), match=message):
+        metric.compute()
+
+
+def test_a_batch_may_lie_in_memory_that_is_used_again():
+    pytest.importorskip("torchmetrics")
+    images, texts = embedded(captions=1)
+    metric = metrics.RetrievalMetrics()
+    buffers = images[:4].clone(), texts[:4].numpy().copy()
+    for part in torch.arange(12).split(4):
+        buffers[0][:] = images[part]
+        buffers[1][:] = texts[part]
+        metric.update(*buffers)
+    wanted = retrieval_metrics(itrloss.Similarity(images, texts))
+    assert figures(metric) == pytest.approx(wanted)
+
+
 def test_batches_of_images_once_per_caption_are_folded():
     pytest.importorskip("torchmetrics")
     images, texts = embedded()

@@ -8,7 +8,7 @@ import torch
 from support.cases import embeddings
 
 from itrloss import Similarity
-from itrloss.cli import tables
+from itrloss.cli import main, tables
 from itrloss.cli.comparison import compare_rerankers
 from itrloss.metrics import retrieval_metrics
 from itrloss.rerank import CSLS, QueryBankNorm, Sinkhorn
@@ -78,6 +78,19 @@ def test_scores_and_held_out_scores_may_have_any_form(form):
     )
     assert len(wanted) == 4
     assert rsums(FORMS[form](COSINES), validation=FORMS[form](held_out), **options) == wanted
+
+
+def test_pairs_are_numbered_as_the_scores_are_given(tmp_path, capsys):
+    """Rows that are repeated are images of their own where pairs say who is right."""
+    scores = COSINES[:6, :12].repeat_interleave(2, 0)
+    pairs = torch.arange(6), torch.arange(6)
+    wanted = retrieval_metrics(scores, relevant=pairs)["rsum"]
+    assert rsums(scores, methods=("csls",), rules={"relevant": pairs})["no re-ranking"] == wanted
+    np.save(tmp_path / "scores.npy", scores.numpy())
+    np.savetxt(tmp_path / "pairs.txt", torch.stack([torch.arange(12)] * 2, 1).numpy(), "%d")
+    command = f"rerank {tmp_path}/scores.npy --methods csls --relevant {tmp_path}/pairs.txt"
+    assert main([*command.split(), "--samples", "9"]) == 0
+    assert "12 images, 12 texts (right by" in capsys.readouterr().out
 
 
 WRONG = {

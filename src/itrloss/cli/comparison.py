@@ -87,7 +87,7 @@ def compare_rerankers(
     if not isinstance(banks, (tuple, list)):
         expected = "a pair, queries of images and of texts, or None for one of them"
         raise TypeError(f"banks: expected {expected}, got {type(banks).__name__}")
-    sim = with_ids("sim", sim, None, None)
+    sim = with_ids("sim", sim, None, None, by_ids=rules.get("relevant") is None)
     if validation is not None:
         validation = with_ids("validation", validation, None, None)
         _check_held_out(validation, sim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,17 @@ except ImportError:
         "RetrievalMetrics needs TorchMetrics: install itrloss with the extra 'metrics'"
     ) from None
 
+# what a batch is paired by, in place of a number of texts an image
+_INTEGERS = -1
+_STRINGS = -2
+_MIXED = "image_ids, text_ids: expected both in all batches, or neither in any"
+
 
 class RetrievalMetrics(Metric):
     """Compute :func:`itrloss.metrics.retrieval_metrics` of all batches of all processes.
 
-    Every process stores its embeddings until ``reset()``, and holds the embeddings of all processes
-    in :meth:`compute`.
+    Every process stores copies of its embeddings until ``reset()``, and holds the embeddings of all
+    processes in :meth:`compute`.
 
     Args:
         normalize: see :class:`itrloss.Similarity`.
@@ -58,7 +64,7 @@ class RetrievalMetrics(Metric):
     texts: list[Tensor]
     image_ids: list[Tensor]
     text_ids: list[Tensor]
-    are_names: list[Tensor]  # 1 if ids are strings; backends do not all exchange bools
+    paired_by: list[Tensor]  # (1,): texts an image without ids; else _INTEGERS or _STRINGS
 
     def __init__(
         self,
@@ -83,7 +89,7 @@ class RetrievalMetrics(Metric):
             "hubness_k": as_size("hubness_k", hubness_k),
             "folds": as_size("folds", folds),
         }
-        for name in ("images", "texts", "image_ids", "text_ids", "are_names"):
+        for name in ("images", "texts", "image_ids", "text_ids", "paired_by"):
             self.add_state(name, [], dist_reduce_fx="cat")
 
     @takes_queries
@@ -105,32 +111,23 @@ class RetrievalMetrics(Metric):
         check_embeddings(images, texts, False, IMAGES_AND_TEXTS, empty=True)
         if len(images) == len(texts) == 0:
             return
-        by_ids = image_ids is not None
-        mixed = len(self.images) > 0 and by_ids != (len(self.image_ids) > 0)
-        if mixed or by_ids != (text_ids is not None):
-            raise ValueError("image_ids, text_ids: expected both in all batches, or neither in any")
-        if image_ids is None:
-            self._check_captions(len(images), len(texts))
-        else:
-            sizes = len(images), len(texts)
+        sizes = len(images), len(texts)
+        paired_by = pairing(*sizes, image_ids, text_ids)
+        if len(self.paired_by):  # compute() compares all, but here it is known which one differs
+            check_alike([int(self.paired_by[0]), paired_by])
+        if image_ids is not None:
             ids = ids_of_both(image_ids, text_ids, *sizes, images.device, IMAGES_AND_TEXTS)
-            named = are_strings(image_ids)
-            if len(self.are_names) and bool(self.are_names[0]) != named:
-                expected = "strings in all batches, or integers in all"
-                raise TypeError(f"image_ids, text_ids: expected {expected}")
-            self.are_names.append(torch.tensor([int(named)], device=images.device))
             self.image_ids.append(ids[0])
             self.text_ids.append(ids[1])
-        self.images.append(images.detach())
-        self.texts.append(texts.detach())
+        self.images.append(images.detach().clone())
+        self.texts.append(texts.detach().clone())
+        self.paired_by.append(torch.tensor([paired_by], device=images.device))
 
-    def _check_captions(self, n: int, m: int) -> None:
-        """Raise a ValueError unless all batches without ids have as many texts an image."""
-        if len(self.images) and m * len(self.images[0]) != n * len(self.texts[0]):
-            raise ValueError(
-                "image_ids, text_ids: needed for batches of different numbers of texts an image"
-            )
-        default_ids(n, m)  # raises an error unless the number is whole
+    def _paired_by(self) -> int:
+        """Return what all batches are paired by; raise an error if they differ."""
+        every = dim_zero_cat(self.paired_by).tolist()
+        check_alike(every)
+        return every[0]
 
     @takes_queries
     def forward(
@@ -169,23 +166,61 @@ class RetrievalMetrics(Metric):
                         "RetrievalMetrics: expected a call of update() first, got none"
                     )
                 kind = described(self.images[0]), described(self.texts[0])
-                names = [bool(x) for x in self.are_names[:1]]
-                with_ids = f"ids {len(self.image_ids) > 0}, of strings {names}"
-                agreed.text = f"{kind}, {with_ids}, normalize {self.normalize}, "
+                paired_by = in_words(self._paired_by())
+                agreed.text = f"{kind}, {paired_by}, normalize {self.normalize}, "
                 agreed.text += f"ks {self.ks}, {self.options}"
         super().sync(*args, **kwargs)
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the metrics by name as 0-dim float64 tensors on the CPU."""
+        """Return the metrics by name as 0-dim float64 tensors on the CPU.
+
+        Raises:
+            TypeError, ValueError: as :func:`itrloss.metrics.retrieval_results`; if there is no
+                batch, or if some batches have ids and others none, or other numbers of texts an
+                image.
+        """
         if len(self.images) == 0:
             raise ValueError("RetrievalMetrics: expected a call of update() before compute()")
+        texts_per_image = self._paired_by()
         images = dim_zero_cat(self.images)
         texts = dim_zero_cat(self.texts)
         ids: tuple[IdsLike | None, IdsLike | None] = (None, None)
-        if len(self.image_ids):
+        if texts_per_image < 0:
             ids = dim_zero_cat(self.image_ids), dim_zero_cat(self.text_ids)
-        elif len(images) != len(texts):
+        elif texts_per_image != 1:
             ids = default_ids(len(images), len(texts))
         sim = Similarity(images, texts, *ids, normalize=self.normalize)
         metrics = retrieval_metrics(sim, ks=self.ks, **self.options)
         return {name: torch.from_numpy(np.array(x)) for name, x in metrics.items()}
+
+
+def pairing(n: int, m: int, image_ids: IdsLike | None, text_ids: IdsLike | None) -> int:
+    """Return what a batch of n images and m texts is paired by; raise an error if it is nothing."""
+    if (image_ids is None) != (text_ids is None):
+        raise ValueError(_MIXED)
+    if image_ids is not None:
+        return _STRINGS if are_strings(image_ids) else _INTEGERS
+    default_ids(n, m)  # raises an error unless the number is whole
+    return m // n
+
+
+def in_words(paired_by: int) -> str:
+    """Return what batches are paired by, for a message."""
+    if paired_by >= 0:
+        return f"{paired_by} texts an image without ids"
+    return "strings as ids" if paired_by == _STRINGS else "integers as ids"
+
+
+def check_alike(paired_by: Sequence[int]) -> None:
+    """Raise an error unless all batches are paired by the same."""
+    lowest = min(paired_by)
+    highest = max(paired_by)
+    if lowest == highest:
+        return
+    if highest < 0:
+        expected = "strings in all batches, or integers in all"
+        raise TypeError(f"image_ids, text_ids: expected {expected}")
+    if lowest < 0:
+        raise ValueError(_MIXED)
+    needed = "needed for batches of different numbers of texts an image"
+    raise ValueError(f"image_ids, text_ids: {needed}, got {lowest} and {highest}")

@@ -27,7 +27,7 @@ _COLUMNS = 64  # of rows that may be copies
 
 def default_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
     """Return (n_images,) and (n_texts,) ids: by convention, c consecutive texts an image."""
-    if n_texts % n_images:
+    if n_images == 0 or n_texts % n_images:
         raise ValueError(
             f"image_ids, text_ids: needed for {n_images} images and {n_texts} texts, "
             "which is not a whole number of texts per image (images are the rows)"
