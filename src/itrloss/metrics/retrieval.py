@@ -90,9 +90,10 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
             as rows, whose matrix is not formed. Or a pair of scores for image→text and text→image,
             the second one a tensor, as :meth:`itrloss.rerank.Reranker.rerank` returns them.
         image_ids, text_ids: (n_images,) and (n_texts,) integers or strings, equal where image and
-            text match. Not with a ``Similarity``, which has its own. Without ids, ``n_texts = c *
-            n_images`` means c consecutive texts per image, and consecutive copies of an image count
-            once: see :func:`fold_repeated`.
+            text match; ``text_ids`` alone are numbers of the images, from 0. Not with a
+            ``Similarity``, which has its own. Without ids, ``n_texts = c * n_images`` means c
+            consecutive texts per image, and consecutive copies of an image count once: see
+            :func:`fold_repeated`.
         relevant: the positive pairs, instead of those with equal ids: (P,) image and (P,) text
             indices, such as :meth:`Judgements.at_least` returns; a list with a list of text indices
             for each image; or graded, as :class:`Judgements` or as a matrix (n_images, n_texts) of
