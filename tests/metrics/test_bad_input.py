@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.cases import embeddings
 
-from itrloss import Similarity
+from itrloss import NO_ID, Similarity
 from itrloss.metrics import (
     Judgements,
     compare,
@@ -132,8 +132,15 @@ OF_WRONG_VALUES = [
     (partial(FastReranker().calibrate, torch.rand(4, 8), scales=()), "scales"),
     (partial(FastReranker().calibrate, S, [0] * 4, [1] * 4), "image_ids, text_ids: no query"),
     (partial(retrieval_metrics, S, torch.arange(3)), "image_ids"),
-    (partial(retrieval_metrics, S, text_ids=torch.arange(4) + 9), "no query"),
     (partial(retrieval_metrics, S, *PAIRS, exclude=S > -9), "no query"),
+    (
+        partial(retrieval_metrics, S, text_ids=torch.arange(4) + 1),
+        "text_ids: expected numbers of the 4 images, from 0 to 3, got 1 to 4; .*need image_ids",
+    ),
+    (partial(retrieval_metrics, S, text_ids=torch.tensor([[0, 1]] * 3 + [[0, -1]])), "got -1 to 1"),
+    (partial(retrieval_metrics, S, text_ids=[NO_ID, 0, 1, 4]), "text_ids: .*got 0 to 4"),
+    (partial(retrieval_metrics, Similarity(S, S, None, [0, 1, 2, 4])), "text_ids: .*got 0 to 4"),
+    (partial(retrieval_metrics, Similarity(S, S, None, [0, 1, 2, 4]).T), "image_ids: .*4 texts"),
     (partial(retrieval_metrics, THREE, torch.arange(3)), "image_ids"),
     (partial(retrieval_metrics, (S, torch.rand(4, 5))), r"scores\[1\].*\(4, 4\).*\(4, 5\)"),
     (partial(retrieval_metrics, (S, S), reranker=CSLS()), "reranker: expected None"),

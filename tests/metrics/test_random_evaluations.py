@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,8 @@ class Evaluation:
         self.seed = seed
         self.draw = draw
         self.batch = drawn_batch(draw, [*OF_IDS, "labels"])
+        if self.batch.kind == "numbers":  # metrics refuse those of no image
+            self.batch = replace(self.batch, ids=(None, self.batch.ids[1] % self.batch.n))
         items, others = self.batch.items()
         self.there = [[i for i, x in enumerate(own) if exists(x)] for own in (items, others)]
         self.right = torch.tensor([[match(a, b) for b in others] for a in items])

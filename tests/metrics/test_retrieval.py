@@ -14,13 +14,14 @@ from support.cases import embeddings
 from itrloss import Similarity, SuspiciousInputWarning
 from itrloss.cli.comparison import compare_rerankers
 from itrloss.metrics import (
+    coco_protocol,
     default_ids,
     fold_repeated,
     retrieval_metrics,
     retrieval_results,
     skewness,
 )
-from itrloss.rerank import FastReranker
+from itrloss.rerank import FastReranker, TwoStageReranker
 
 # --- figures --------------------------------------------------------------------------------------
 
@@ -135,6 +136,22 @@ def test_images_saved_once_per_caption_count_once(kind, captions):
     assert found.metrics() == wanted and found.i2t.ids.tolist() == list(range(7))
     with pytest.warns(UserWarning, match="images: every"):
         assert torch.equal(fold_repeated(images), images[::captions])
+
+
+@pytest.mark.filterwarnings("ignore:images")
+def test_a_second_stage_gets_no_numbers_of_folded_images():
+    images, texts = repeated()
+    S = images @ texts.T
+    two = TwoStageReranker(lambda image, text: (image == text // 5) * 99.0, k=35)
+    assert retrieval_metrics(S[::5], reranker=two)["rsum"] == 600
+    for evaluate in (retrieval_metrics, coco_protocol):
+        for scores in (S, Similarity(images, texts)):
+            with pytest.raises(ValueError, match=r"scores: .*TwoStageReranker.*got 5 .*\[::5\]"):
+                evaluate(scores, reranker=two)
+    with pytest.raises(ValueError, match="sim: expected one row for each image"):
+        compare_rerankers(S, [two])
+    by_row = retrieval_metrics(S, relevant=torch.eye(35), reranker=two)
+    assert by_row["rsum"] < 600  # nothing is folded
 
 
 def test_a_pair_of_scores_has_the_same_images_repeated():

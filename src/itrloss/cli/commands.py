@@ -19,6 +19,7 @@ from typing import Annotated, TypeVar
 
 import numpy as np
 import pandas as pd
+import torch
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -26,11 +27,11 @@ from torch import Tensor
 
 from .. import __version__, files
 from ..checks import Names as Arguments
-from ..checks import one_of, require_finite
+from ..checks import are_strings, one_of, require_finite
 from ..checks.warnings import SuspiciousInputWarning, warn_of_guess
 from ..files import Source
 from ..metrics import Judgements, default_ids, fold_repeated, retrieval_results, save_trec
-from ..metrics.labels import unrelated_ids, with_ids
+from ..metrics.labels import check_numbers, unrelated_ids, with_ids
 from ..metrics.relevance import Rules
 from ..similarity import Similarity
 from .comparison import METHODS, Banks, compare_models, compare_rerankers
@@ -408,10 +409,12 @@ def _ids(
         if image_ids is not None:
             raise ValueError("image_ids: expected text_ids, too")
         return None, None
-    of_images = np.arange(n_images)
+    of_texts = files.read_ids(*text_ids)
     if image_ids is not None:
-        of_images = files.read_ids(*image_ids)
-    return of_images, files.read_ids(*text_ids)
+        return files.read_ids(*image_ids), of_texts
+    if not are_strings(of_texts):
+        check_numbers("text_ids", torch.from_numpy(of_texts), "image", n_images)
+    return np.arange(n_images), of_texts
 
 
 def _rules(args: Options) -> Rules:

@@ -20,6 +20,7 @@ from ..metrics.labels import with_ids
 from ..metrics.matching import rows_of
 from ..metrics.relevance import Rules
 from ..metrics.results import check_systems
+from ..metrics.retrieval import check_numbering
 from ..rerank import FastReranker, Reranker
 from ..rerank.base import go_beyond_cosines, has_defaults_for_cosines
 from ..similarity import Similarity
@@ -87,7 +88,10 @@ def compare_rerankers(
     if not isinstance(banks, (tuple, list)):
         expected = "a pair, queries of images and of texts, or None for one of them"
         raise TypeError(f"banks: expected {expected}, got {type(banks).__name__}")
+    given = sim
     sim = with_ids("sim", sim, None, None, by_ids=rules.get("relevant") is None)
+    for method in rerankers.values():
+        check_numbering("sim", given, sim, method)
     if validation is not None:
         validation = with_ids("validation", validation, None, None)
         _check_held_out(validation, sim)

@@ -12,13 +12,15 @@ from ..checks import (
     EMBEDDINGS,
     IMAGES_AND_TEXTS,
     IdsLike,
+    as_integers,
+    as_labels,
     check_matrix,
     from_numpy,
     ids_of_one_side,
     if_transposed,
 )
 from ..checks.warnings import warn, warn_of_embeddings, warn_of_guess, warn_of_one_side
-from ..similarity import Similarity
+from ..similarity import NO_ID, Similarity
 from .matching import all_others_are_wrong, existing, query_ids, rows_of, selected
 
 _ROWS = 256  # number of rows compared at once
@@ -135,16 +137,7 @@ def with_ids(
             raise ValueError(
                 "image_ids, text_ids: expected None with a Similarity, which has its own"
             )
-        check_whole(name, scores)
-        if by_ids and (scores.has_weights or not all_others_are_wrong(scores)):
-            expected = "expected neither groups nor weights or nan in matches"
-            raise ValueError(f"{name}: {expected}; relevant=... takes grades of pairs")
-        if not by_ids and not scores.pairs.is_known:
-            ids = [x.to(scores.device) for x in unrelated_ids(*scores.shape)]
-            scores = scores.relabelled(*ids)
-        scores.check_finite()
-        warn_of_one_side(scores)
-        return (folded(scores) if by_ids else scores).detach()
+        return _with_own_ids(name, scores, by_ids)
     if text_ids is None and image_ids is not None:
         raise ids_of_one_side(image_ids, IMAGES_AND_TEXTS)
     matrix = from_numpy(scores)
@@ -157,7 +150,28 @@ def with_ids(
         n, m = matrix.shape
         if n != m:  # otherwise row i matches column i
             image_ids, text_ids = _ids_of(n, m) if by_ids else unrelated_ids(n, m)
+    elif image_ids is None:
+        n, m = matrix.shape
+        numbers = as_integers("text_ids", text_ids, m)
+        numbers = as_labels("text_ids", numbers, m, matrix.device)
+        check_numbers("text_ids", numbers, "image", n)
     return Similarity.from_scores(matrix, image_ids, text_ids, names=IMAGES_AND_TEXTS)
+
+
+def _with_own_ids(name: str, sim: Similarity, by_ids: bool) -> Similarity:
+    """Return :func:`with_ids` of a Similarity."""
+    check_whole(name, sim)
+    if by_ids and (sim.has_weights or not all_others_are_wrong(sim)):
+        expected = "expected neither groups nor weights or nan in matches"
+        raise ValueError(f"{name}: {expected}; relevant=... takes grades of pairs")
+    if by_ids:
+        _check_ids_of_one_side(sim)
+    elif not sim.pairs.is_known:
+        ids = [x.to(sim.device) for x in unrelated_ids(*sim.shape)]
+        sim = sim.relabelled(*ids)
+    sim.check_finite()
+    warn_of_one_side(sim)
+    return (folded(sim) if by_ids else sim).detach()
 
 
 def _ids_of(n: int, m: int) -> tuple[Tensor, Tensor]:
@@ -170,6 +184,27 @@ def _ids_of(n: int, m: int) -> tuple[Tensor, Tensor]:
         )
     warn_of_guess(n, m)
     return default_ids(n, m)
+
+
+def _check_ids_of_one_side(sim: Similarity) -> None:
+    """Raise a ValueError if one side alone has ids, and they are no numbers of the other."""
+    image_ids, text_ids = sim.ids
+    n, m = sim.shape
+    if image_ids is None and text_ids is not None:
+        check_numbers("text_ids", text_ids, "image", n)
+    if text_ids is None and image_ids is not None:  # in the transpose of texts with images
+        check_numbers("image_ids", image_ids, "text", m)
+
+
+def check_numbers(name: str, ids: Tensor, other: str, count: int) -> None:
+    """Raise a ValueError unless ids of one side alone are numbers of the ``count`` others, or
+    NO_ID.
+    """
+    numbers = ids[ids != NO_ID]
+    if bool(((numbers < 0) | (numbers >= count)).any()):
+        expected = f"numbers of the {count} {other}s, from 0 to {count - 1}"
+        got = f"{int(numbers.amin())} to {int(numbers.amax())}"
+        raise ValueError(f"{name}: expected {expected}, got {got}; other ids need {other}_ids")
 
 
 def check_whole(name: str, sim: Similarity) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..similarity import Similarity
 from .labels import with_ids
 from .results import RECALL_NAMES, RECALLS, WAYS, QueryResults, RetrievalResults
-from .retrieval import retrieval_metrics, retrieval_results
+from .retrieval import check_numbering, retrieval_metrics, retrieval_results
 
 if TYPE_CHECKING:
     from eccv_caption import Metrics
@@ -48,6 +48,7 @@ def coco_protocol(
         ValueError: for another shape.
     """
     sim = with_ids("scores", scores, None, None)
+    check_numbering("scores", scores, sim, reranker)
     check_coco(sim.shape)
     figures = {
         "1K": retrieval_metrics(sim, reranker=reranker, folds=5),

@@ -90,9 +90,10 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
             as rows, whose matrix is not formed. Or a pair of scores for image→text and text→image,
             the second one a tensor, as :meth:`itrloss.rerank.Reranker.rerank` returns them.
         image_ids, text_ids: (n_images,) and (n_texts,) integers or strings, equal where image and
-            text match. Not with a ``Similarity``, which has its own. Without ids, ``n_texts = c *
-            n_images`` means c consecutive texts per image, and consecutive copies of an image count
-            once: see :func:`fold_repeated`.
+            text match; ``text_ids`` alone are numbers of the images, from 0. Not with a
+            ``Similarity``, which has its own. Without ids, ``n_texts = c * n_images`` means c
+            consecutive texts per image, and consecutive copies of an image count once: see
+            :func:`fold_repeated`.
         relevant: the positive pairs, instead of those with equal ids: (P,) image and (P,) text
             indices, such as :meth:`Judgements.at_least` returns; a list with a list of text indices
             for each image; or graded, as :class:`Judgements` or as a matrix (n_images, n_texts) of
@@ -140,6 +141,7 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         sims = _pair_with_ids(scores, image_ids, text_ids, by_ids)
     else:
         sims = [with_ids("scores", scores, image_ids, text_ids, by_ids)]
+        check_numbering("scores", scores, sims[0], reranker)
     if by_ids:
         warn_of_repeated(sims[0])
     pairs = judged(sims[0], relevant, exclude, candidates)
@@ -200,6 +202,21 @@ def check_reranker(reranker: object, pair: bool) -> None:
         raise TypeError(f"reranker: expected {expected}, got {reranker!r}")
     if pair:
         raise ValueError("reranker: expected None with a pair of scores")
+
+
+def check_numbering(
+    name: str, scores: Tensor | Similarity, sim: Similarity, reranker: Reranker | None
+) -> None:
+    """Raise a ValueError for a re-ranker that asks for images by their indices in ``scores``, if
+    repeated ones were folded in ``sim``.
+    """
+    rows = scores.shape[0]
+    if getattr(reranker, "needs_numbers", False) and rows != sim.shape[0]:
+        copies = rows // sim.shape[0]
+        expected = (
+            f"one row for each image with {type(reranker).__name__}, which gives their numbers"
+        )
+        raise ValueError(f"{name}: expected {expected}, got {copies} of each; pass [::{copies}]")
 
 
 def _pair_with_ids(

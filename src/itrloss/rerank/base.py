@@ -67,6 +67,8 @@ class Reranker(Options, ABC):
         takes_bank: whether it can use such a bank.
         needs_embeddings: whether a score matrix is not enough, as it compares images with images or
             texts with texts.
+        needs_numbers: whether it asks for images and texts by their indices in the input, so that
+            metrics may not fold repeated images before.
         cosine_options: names of the options whose defaults are made for cosines. With other scores
             they have to be chosen, and a :class:`itrloss.SuspiciousInputWarning` says so.
     """
@@ -74,6 +76,7 @@ class Reranker(Options, ABC):
     needs_bank: ClassVar[bool] = False
     takes_bank: ClassVar[bool] = True
     needs_embeddings: ClassVar[bool] = False
+    needs_numbers: ClassVar[bool] = False
     cosine_options: ClassVar[tuple[str, ...]] = ()
 
     _images = None  # the banks, tensors (B, D), or (N, M) of scores

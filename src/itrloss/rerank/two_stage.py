@@ -67,7 +67,9 @@ class TwoStageReranker(Reranker):
         batch_size: the largest P.
 
     Raises:
-        ValueError: while re-ranking, if the scorer returns another shape, nan or infinity.
+        ValueError: while re-ranking, if the scorer returns another shape, nan or infinity; in
+            metrics, if images are repeated for each caption, which would be folded, see
+            :func:`itrloss.metrics.fold_repeated`: the scorer gets indices of what was passed in.
 
     Relations:
         The other methods need scores alone; this one asks a second model, for the best k.
@@ -85,6 +87,7 @@ class TwoStageReranker(Reranker):
     """
 
     takes_bank = False
+    needs_numbers = True
     cosine_options = ("weight",)
 
     scorer: Callable[[Tensor, Tensor], Tensor] = option(converter=as_scorer)
