@@ -110,14 +110,14 @@ class Matryoshka(WholeState):
             named = {name: first_dimensions(name, x, d) for name, x in options.items()}
             others = None if texts is None else texts[..., :d]
             parts.append(self.loss(images[..., :d], others, *more, **named))
-        if getattr(self.loss, "reduction", None) == "none" and isinstance(parts[0], Tensor):
-            parts = [(part,) for part in parts]  # of one direction
-        if not isinstance(parts[0], tuple):
+        has_each = getattr(self.loss, "reduction", None) == "none"
+        if not has_each and isinstance(parts[0], Tensor):
             weighted = [w * part for w, part in zip(self.weights, parts, strict=True)]
             return sum(weighted)  # type: ignore[return-value]
         values: list[Tensor] = []
         for weight, part in zip(self.weights, parts, strict=True):
-            values.extend(weight * x for x in part)
+            of_sides = part if isinstance(part, tuple) else (part,)
+            values.extend(weight * x for x in of_sides)
         return tuple(values)
 
     def extra_repr(self) -> str:
