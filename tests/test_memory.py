@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import finite, sample
 from support.memories import D, filled, memory_batch
-from support.versions import default_device
+from support.versions import default_device, needs
 from torch import nn
 
 import itrloss
@@ -195,6 +195,7 @@ def test_a_memory_may_be_made_in_inference_mode():
     assert images.grad.any()
 
 
+@needs("to enqueue before the backward pass", 2, 1)
 def test_a_batch_may_be_enqueued_in_inference_mode_before_the_backward_pass():
     memory = CoupledMemory(8, D)
     loss = itrloss.MemoryInfoNCELoss()

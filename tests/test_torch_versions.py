@@ -73,6 +73,7 @@ def test_the_first_version_that_has_each_name(monkeypatch):
             assert is_own(module) == (version >= first), (first, version)
 
 
+@needs("the names of 2.5", 2, 5)
 @pytest.mark.parametrize("available", [False, True])
 def test_the_accelerator_of_older_versions_is_cuda(available: bool, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)

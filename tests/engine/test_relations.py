@@ -10,7 +10,7 @@ from support.answers import assert_same_step
 from support.cases import embeddings
 from support.draws import RELATIONS, Draw
 from support.flops import Sizes
-from support.versions import reset_compiler
+from support.versions import needs, reset_compiler
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -152,6 +152,7 @@ def test_ids_of_one_side_are_sets_of_one_label(engine):
         torch.testing.assert_close(loss(rows, cols, of_rows, of_cols), loss(rows, cols, *whole))
 
 
+@needs("fake tensors of an accelerator that is not there", 2, 4)
 def test_pairs_are_listed_where_the_host_may_wait(monkeypatch):
     ids = torch.arange(4)
     assert Relation((4, 4), (ids, ids.flip(0))).listable

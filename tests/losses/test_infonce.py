@@ -235,15 +235,6 @@ def test_a_teacher_is_checked_in_all_its_forms(form):
         loss(V, W, TEACHERS[form](with_nan(X)))
 
 
-def test_a_model_may_be_its_own_teacher_and_guide():
-    """Its inner products are those of the loss, too."""
-    assert itrloss.MarginMSELoss(normalize=False)(V, W, (V, W)).abs() < 1e-12
-    loss = itrloss.InfoNCELoss(1.0, margin=0.1, normalize=False)
-    torch.testing.assert_close(loss(V, W, guide=(V, W)), loss(V, W))
-    with_negatives = loss(V, W, negatives=X)
-    torch.testing.assert_close(loss(V, W, negatives=X, guide=(V, W, X)), with_negatives)
-
-
 WORDS = ["a", "b", "c", "d", "e", "f"]
 NUMBERS = torch.arange(N)
 

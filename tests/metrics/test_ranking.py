@@ -86,7 +86,7 @@ def test_what_a_first_stage_missed_counts_as_missed(ties):
     found = retrieval_results(scores, candidates=best, ties=ties)
     plain = retrieval_results(scores, ties=ties).i2t.best
     assert 0 < int((plain > 5).sum()) < 50
-    assert found.i2t.best.tolist() == plain.where(plain <= 5, 50).tolist()
+    assert found.i2t.best.tolist() == plain.masked_fill(plain > 5, 50).tolist()
     listed_by_nobody = retrieval_results(scores, candidates=([], []), ties=ties)
     assert listed_by_nobody.t2i.best.tolist() == [50] * 50
     assert listed_by_nobody.metrics()["i2t_r10"] == 0

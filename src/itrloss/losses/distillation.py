@@ -48,7 +48,8 @@ class TaughtLoss(PairLoss):
                 image with its own candidates, such as its text and its hard negatives, with
                 ``targets=[0] * N`` or ``directions="image-text"``.
             teacher: (N, M) scores of another model, in a job with the texts of all processes; or
-                its embeddings ``(images, texts)``, which follow ``normalize``.
+                its embeddings ``(images, texts)``, which have cosines as scores, also with
+                ``normalize=False``.
             image_ids, text_ids: see there. They go with groups; in :class:`DistillationLoss`, whose
                 candidates are all texts whatever matches, they are for ``telemetry`` alone.
             image_groups, text_groups: see there; candidates are of the same group, or match.

@@ -224,8 +224,9 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
                 ``image_ids``, they are row numbers of images. Strings go with strings.
             guide: another model, whose scores the ``margin`` is for: its embeddings ``(images,
                 texts)`` or ``(images, texts, negatives)``, which may have another dimension and
-                follow ``normalize``; or, where there are no other candidates, its (N, M) scores, in
-                a job with the texts of all processes. The loss is nan if a number of the guide is.
+                have cosines as scores, also with ``normalize=False``; or, where there are no other
+                candidates, its (N, M) scores, in a job with the texts of all processes. The loss is
+                nan if a number of the guide is.
         """
         passed = Passed(images, texts, scores, (image_ids, text_ids))
         groups = image_groups, text_groups
@@ -271,9 +272,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             of_batch = similarity_of("guide", guide, sim, self, in_cosines)
             judge = Guide(of_batch, zero_or_nan(guide))
         if isinstance(guide, list):
-            images, texts, *negatives = guide
-            second = Model(images, texts, *negatives, normalize=self.normalize)
-            models.append(second)
+            models.append(Model(*guide))
         return self.compute(sim, self._further(sim, models, relation), judge)
 
     def _check_options(self, has_negatives: bool) -> None:

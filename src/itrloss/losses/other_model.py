@@ -18,7 +18,7 @@ from ..distributed.parts import spread_columns
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from ..engine.vectors import Embeddings, compute_dtype
 from ..similarity import Similarity
-from .base import PairLoss, SimilarityLoss
+from .base import SimilarityLoss
 
 OtherModel = Tensor | Sequence[Tensor]  # (N, M) scores, or embeddings (N, D) and (M, D)
 
@@ -70,11 +70,10 @@ def similarity_of(
     name: str,
     model: OtherModel,
     sim: Similarity,
-    loss: PairLoss,
+    loss: SimilarityLoss,
     in_cosines: bool,  # whether the loss takes the scores for cosines
 ) -> Similarity:
     """Return another model's similarities of the images and texts of ``sim``, with its relation.
-    Its embeddings are scaled to unit length if those of the loss are.
 
     Wrong input is an error, of a shared batch in all processes. There is a warning for what is
     probably not what was meant.
@@ -104,8 +103,8 @@ def similarity_of(
         cols = gather(padded(cols, m), share.processes.group)
     budget = 0 if loss.engine == "tiled" else MEMORY_BUDGET
     matrix = Matrix.of_embeddings(
-        Embeddings(rows, loss.normalize),
-        Embeddings(cols, loss.normalize),
+        Embeddings(rows, True),
+        Embeddings(cols, True),
         sim.pairs,
         choose_engine(loss.engine, numel, budget, rows),
         budget,
