@@ -65,7 +65,7 @@ def demo_config(loss: str, out: Path, quick: bool = False) -> Config:
         f"out={out / 'runs' / loss}",
         f"data_root={out / 'data'}",
         "final_test=true",
-        "scenes_sizes.train=900",  # for two minutes and a half on two slow cores
+        "scenes_sizes.train=800",  # for two minutes and a half on two slow cores
         "tensorboard=false",
         # Matrices this small gain little from a second thread, and are much slower if the cores
         # have other work. One thread per run also makes the figures independent of the number of

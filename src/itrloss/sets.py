@@ -23,8 +23,9 @@ from .checks import (
 )
 from .checks.warnings import warn
 from .distributed import ProcessGroup, consensus, is_trained, rows_of_all, world_size
+from .engine.products import product
 from .engine.sets import Form, Sets, set_scores
-from .engine.vectors import compute_dtype, full_precision, host_may_read, normalized
+from .engine.vectors import compute_dtype, host_may_read, normalized
 from .similarity import Similarity
 from .torch_versions import is_compiling
 
@@ -191,8 +192,7 @@ def dynamic_orthogonal_loss(
     k = heads.shape[1]
     if gate is not None:
         heads = heads * _factors(gate, heads)
-    with full_precision(heads):
-        correlation = heads @ heads.transpose(1, 2)  # (N, K, K)
+    correlation = product(heads, heads.mT)  # (N, K, K)
     diagonal = torch.eye(k, dtype=torch.bool, device=heads.device)
     off_diagonal = correlation.masked_fill(diagonal, 0.0).flatten(1)
     if pair_reduction == "frobenius":
@@ -401,12 +401,11 @@ def _with_texts_of_all(
 
 def _mean_scores(rows: Sets, cols: Sets, normalize: bool) -> Tensor:
     """Return the means of all products of elements, (N, M) or (N, J) of own sets."""
-    with full_precision(rows.x):  # the mean of the products is the product of the means
-        left = _means(rows, normalize)
-        right = _means(cols, normalize)
-        if cols.x.dim() == 4:
-            return torch.einsum("nd,njd->nj", left, right)
-        return left @ right.T
+    left = _means(rows, normalize)  # the mean of the products is the product of the means
+    right = _means(cols, normalize)
+    if cols.x.dim() == 4:
+        return product(right, left[:, :, None]).squeeze(2)
+    return product(left, right.T)
 
 
 def _means(sets: Sets, normalize: bool) -> Tensor:

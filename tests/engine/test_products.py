@@ -57,6 +57,13 @@ def asks_onednn(a, b):
     return onednn.called
 
 
+@pytest.mark.parametrize("shapes", [((3, 4), (4, 2)), ((2, 3, 4), (2, 4, 2))])
+def test_a_products_gradients_are_differentiable(shapes):
+    factors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(products.product, factors)
+    assert torch.autograd.gradgradcheck(products.product, factors)
+
+
 @needs("torch.ops.mkldnn._linear_pointwise", 2, 1)
 def test_what_onednn_is_asked_for(monkeypatch):
     monkeypatch.setattr(products, "prefers_onednn", lambda: True)

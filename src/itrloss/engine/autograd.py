@@ -18,6 +18,7 @@ from ..torch_versions import is_compiling
 from . import dense, tiled
 from .inputs import NO_INPUTS, NUMBER_OF_TENSORS, Inputs, Side, whole_scores
 from .pair_scores import Index, ListedPairs, pair_scores
+from .products import product
 from .question import Question, Value, is_trained
 from .step import (
     aliases,
@@ -276,9 +277,7 @@ def plain_product(
     col_bias: Tensor | None,  # (M,)
 ) -> Tensor:
     """Return the (N, M) scores of vectors, by operators that autograd differentiates."""
-    with full_precision(rows):
-        scores = rows @ cols.T
-    return with_biases(scores, row_bias, col_bias)
+    return with_biases(product(rows, cols.T), row_bias, col_bias)
 
 
 def with_biases(scores: Tensor, row_bias: Tensor | None, col_bias: Tensor | None) -> Tensor:

@@ -17,11 +17,13 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..torch_versions import HAS_FP32_PRECISION, cpu_capability, is_compiling
+from .vectors import full_precision
 
 # number of multiplications from which oneDNN's overhead of some microseconds does not matter
 LARGE = 2**21
@@ -64,6 +66,41 @@ def full_float32(device: torch.device) -> Iterator[None]:
             settings.fp32_precision = "tf32"
         else:
             settings.allow_tf32 = True
+
+
+def product(
+    a: Tensor,  # (..., n, k)
+    b: Tensor,  # (..., k, m)
+) -> Tensor:
+    """Return ``a @ b`` of matrices, or of batches of the same shape, differentiable: in full
+    precision, whatever autocast is on in the forward or in the backward pass.
+    """
+    if is_compiling():
+        with full_precision(a):
+            return a @ b
+    return Product.apply(a, b)  # type: ignore[return-value]
+
+
+class Product(torch.autograd.Function):
+    """``a @ b``: autograd's own node would multiply in half precision in a backward pass under
+    autocast.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        """Return the product."""
+        ctx.save_for_backward(a, b)
+        with full_precision(a):
+            return a @ b if a.dim() > 2 else matmul(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of both factors, which are products themselves."""
+        (grad,) = grads
+        a, b = ctx.saved_tensors
+        of_a = product(grad, b.mT) if ctx.needs_input_grad[0] else None
+        of_b = product(a.mT, grad) if ctx.needs_input_grad[1] else None
+        return of_a, of_b
 
 
 def matmul(

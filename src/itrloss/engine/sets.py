@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..torch_versions import is_compiling
 from .inputs import ACCELERATOR_TILE, TILE, even_chunks, taken
-from .products import matmul
+from .products import product
 from .relation import weighted_sums
 from .step import aliases
 from .vectors import compute_dtype, full_precision, normalized
@@ -121,13 +121,6 @@ def element_scores(rows: Sets, cols: Sets, form: Form) -> Tensor:
     return x.view(*x.shape[:-2], first.number, first.size, second.number, second.size)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` of matrices, or of batches of them."""
-    if a.dim() > 2 or torch.is_grad_enabled():
-        return a @ b
-    return matmul(a, b)
-
-
 def aggregated(
     x: Tensor, rows: Sets, cols: Sets, form: Form, keep: bool = False
 ) -> tuple[Tensor, Tensor | None]:
@@ -158,8 +151,7 @@ def plain_scores(rows: Sets, cols: Sets, form: Form) -> Tensor:
     """Return the (..., N, M) scores in plain PyTorch, which holds the scores of all elements."""
     rows = rows.prepared(form.normalize)
     cols = cols.prepared(form.normalize)
-    with full_precision(rows.x):
-        return aggregated(element_scores(rows, cols, form), rows, cols, form)[0]
+    return aggregated(element_scores(rows, cols, form), rows, cols, form)[0]
 
 
 def winning(

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..torch_versions import is_compiling
 from . import dense, tiled
 from .pair_scores import Index, ListedPairs
-from .products import add_matmul_, matmul
+from .products import add_matmul_, matmul, product
 from .question import Question, Value, is_trained, joined
 from .relation import weighted_sums
 from .vectors import EPS, compute_dtype, full_precision, may_keep, plain_unit
@@ -273,8 +273,7 @@ class StepPart(NamedTuple):
         trained = self.step.layout.trained
         rows = unit if self.rows.start < trained else constant
         cols = unit if self.cols.start < trained else constant
-        with full_precision(unit):
-            return rows[self.rows] @ cols[self.cols].T
+        return product(rows[self.rows], cols[self.cols].T)
 
     def pairs(self, i: Index, j: Index, known: Tensor | None) -> Tensor:
         """Return the (P,) scores of rows i with columns j, with their graph; None: the diagonal.

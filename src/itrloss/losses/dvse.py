@@ -27,8 +27,9 @@ from ..checks import (
 from ..distributed import ProcessGroup, digest, gather_parts, world_size
 from ..distributed.parts import spread_columns
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine, large_matrix
+from ..engine.products import product
 from ..engine.related import PassedIds
-from ..engine.vectors import Embeddings, full_precision, normalized
+from ..engine.vectors import Embeddings, normalized
 from ..functional import Values
 from ..similarity import Similarity
 from ..telemetry import describe
@@ -156,8 +157,7 @@ def head_matrices(
     chosen = choose_engine(engine, numel, MEMORY_BUDGET // k, units)
     fits = k * numel * units.element_size() <= MEMORY_BUDGET
     if chosen == "dense" or (engine == "auto" and chosen == "tiled" and fits):
-        with full_precision(units):
-            scores = units @ texts.T  # (K, N, M)
+        scores = product(units.flatten(0, 1), texts.T).view(k, n, len(texts))
         return [Matrix.of_scores(Embeddings(x, False), frame.pairs, chosen) for x in scores]
     shared = Embeddings(texts, False)
     strict = engine == "triton"
@@ -327,9 +327,8 @@ class DynamicGate(CheckedModule):
             exists = exists.to(regions.device).float()
         # what is not there may be anything, also nan
         existing = torch.where(exists[:, :, None] > 0, regions.float(), 0.0)
-        with full_precision(regions):  # pooling and projection commute
-            sums = torch.einsum("nr,nrd->nd", exists, existing)
-            return sums / exists.sum(1, keepdim=True) @ self.weight.float().T
+        pooled = existing.sum(1) / exists.sum(1, keepdim=True)  # pooling and projection commute
+        return product(pooled, self.weight.float().T)
 
     def _follow(self, running: Tensor, values: Tensor) -> None:
         """Move a running mean (heads,) towards the mean of the finite ``values`` (N, heads): nan

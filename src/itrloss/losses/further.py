@@ -18,8 +18,9 @@ from ..checks import (
     check_same_kind,
 )
 from ..distributed import gather, numbered, padded
+from ..engine.products import product
 from ..engine.related import PassedIds, Related, label_sets
-from ..engine.vectors import full_precision, normalized
+from ..engine.vectors import normalized
 from ..similarity import NO_ID, Similarity
 from .base import LEAST_LOG, SimilarityLoss
 
@@ -65,10 +66,9 @@ class OwnNegatives:
 
 def scores_of_own(images: Tensor, negatives: Tensor, normalize: bool) -> Tensor:
     """Return the (N, K) scores of images (N, D) with negatives (N, K, D) of their own."""
-    with full_precision(images):
-        x = normalized(images, normalize)
-        y = normalized(negatives, normalize)
-        return (y @ x[:, :, None]).squeeze(2)
+    x = normalized(images, normalize)
+    y = normalized(negatives, normalize)
+    return product(y, x[:, :, None]).squeeze(2)
 
 
 # --------------------------------------------------------------------------------- who matches whom
