@@ -4,16 +4,19 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 COMMA := ,
 
-.PHONY: demo test thorough versions version newest dist lint types docs snippets pages clean
+.PHONY: demo test thorough checks versions version newest dist lint types docs snippets pages clean
 
 demo: $(STAMP)  ## train, evaluate and re-rank on the drawn data set; leaves demo/report.html
 	$(BIN)/python -m examples.retrieval.demo --out demo
 
-test: lint types docs  ## in minutes: tests that are not slow, and a sample of those with many cases
+test: checks  ## in minutes: tests that are not slow, and a sample of those with many cases
 	$(BIN)/python -m pytest --fast -n auto --maxprocesses 4
 
-thorough: lint types docs  ## everything, in a quarter of an hour
+thorough: checks  ## everything, in a quarter of an hour
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
+
+checks: $(STAMP)  ## linter, types and documentation, two at a time
+	$(MAKE) --no-print-directory --jobs=2 lint types snippets pages
 
 # PyTorch and a NumPy that goes with it; Python 3.10 and 3.11 have all of them.
 VERSIONS ?= 1.13.1=1.24.4 2.4.1=1.26.4 2.8.0=1.24.4

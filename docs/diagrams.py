@@ -139,23 +139,26 @@ def wrapped(text: str, width: int = 24) -> str:
 
 
 def cpu() -> Figure:
-    """Eager PyTorch and torch.compile as multiples of ours, by the number of pairs."""
-    figure, axes = plt.subplots(figsize=(6.4, 3.2))
-    for variant, marker in (("eager", "o"), ("eager compiled", "s")):
-        for color, loss in enumerate(("infonce", "dcl std", "hal", "sigmoid")):
-            rows = records.rows_of("cpu_losses", loss=loss, variant=variant)
-            name = loss if variant == "eager" else f"{loss}, compiled"
-            style = "-" if variant == "eager" else "--"
-            sizes = [row["shape"][0] for row in rows]
-            times = [row["to ours"] for row in rows]
-            axes.plot(sizes, times, marker + style, color=f"C{color}", label=name, markersize=4)
-    axes.axhline(1, color=BOX, linewidth=1)
-    axes.set_xscale("log")
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.minorticks_off()
-    axes.set(xlabel="pairs, of 1024 dimensions", ylabel="time, ours = 1", ylim=(0, None))
-    axes.set_title("Plain PyTorch beside ours, on a CPU")
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    """Eager PyTorch and torch.compile as multiples of ours, by the number of pairs, on two CPUs."""
+    figure, panels = plt.subplots(1, 2, figsize=(7.2, 3.2), sharey=True)
+    titles = {"cpu_losses": "AVX2", "cpu_losses_avx512": "AVX-512, earlier engine"}
+    for axes, (record, title) in zip(panels, titles.items(), strict=True):
+        for variant, marker in (("eager", "o"), ("eager compiled", "s")):
+            for color, loss in enumerate(("infonce", "dcl std", "hal", "sigmoid")):
+                rows = records.rows_of(record, loss=loss, variant=variant)
+                name = loss if variant == "eager" else f"{loss}, compiled"
+                style = "-" if variant == "eager" else "--"
+                sizes = [row["shape"][0] for row in rows]
+                times = [row["to ours"] for row in rows]
+                axes.plot(sizes, times, marker + style, color=f"C{color}", label=name, markersize=4)
+        axes.axhline(1, color=BOX, linewidth=1)
+        axes.set_xscale("log")
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.minorticks_off()
+        axes.set(xlabel="pairs, of 1024 dimensions", ylim=(0, None))
+        axes.set_title(title)
+    panels[0].set_ylabel("time of plain PyTorch, ours = 1")
+    panels[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     return figure
 
 

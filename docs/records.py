@@ -137,6 +137,12 @@ def trained(study, name, after=False, split="dev"):
     return Figure(spread_of(values), records)
 
 
+def first_seed(study, name, after=False):
+    """Return RSUM of seed 0 of a model of the example trainer, on development pictures."""
+    rows, records = rows_of_trainer(study=study, name=name, split="dev")
+    return Figure(number(rows[after]["RSUM"][0]), records)
+
+
 def rows_of_trainer(**where):
     """Return rows of the example trainer, and the names of the records that have them."""
     rows, records = [], []

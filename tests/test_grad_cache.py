@@ -11,6 +11,7 @@ import weakref
 from collections import UserDict
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -522,6 +523,36 @@ def test_buffers_are_read_and_left_as_after_one_pass(form):
     assert_same(take_gradients(twice), gradients)
 
 
+class Late(nn.Linear):
+    """A buffer is None before the first pass; two others begin as one tensor."""
+
+    def __init__(self):
+        super().__init__(5, D, dtype=torch.float64)
+        zeros = torch.zeros(D, dtype=torch.float64)
+        self.register_buffer("first", None)
+        self.register_buffer("fast", zeros)
+        self.register_buffer("slow", zeros)
+
+    def forward(self, x):
+        x = super().forward(x)
+        mean = x.detach().mean(0)
+        if self.first is None:
+            self.first = mean
+        self.fast = self.fast.lerp(mean, 0.5)
+        self.slow = self.slow.lerp(mean, 0.1)
+        return x * (1 + (self.first + self.fast + self.slow).tanh())
+
+
+def test_buffers_that_are_none_or_one_tensor_at_first_are_restored():
+    once, twice = Late(), Late()
+    twice.load_state_dict(once.state_dict())
+    inputs = batch()[:1]
+    expected = outcome(chunks_at_once, lambda x: x.exp().sum(), [once], inputs, 4)
+    found = outcome(grad_cache_step, lambda x: x.exp().sum(), [twice], inputs, 4)
+    assert_same(found, expected)
+    assert_same(dict(twice.named_buffers()), dict(once.named_buffers()))
+
+
 def test_buffers_that_do_not_change_stay_good_for_other_graphs():
     encoders = [nn.Sequential(tower(5), nn.BatchNorm1d(D).double().eval()), tower(4)]
     images, texts = batch()
@@ -685,6 +716,23 @@ def test_split_cuts_inputs_that_have_no_rows():
         assert_same(step(loss, encoders, inputs, 5), expected[0])
 
 
+class AsComplex(nn.Module):
+    """It has real numbers as real and as imaginary parts."""
+
+    def forward(self, x):
+        return torch.complex(x, x.flip(1))
+
+
+def test_complex_outputs_have_a_gradient():
+    def loss(x):
+        return (x.real * x.imag).sum() + x.abs().pow(3).sum()
+
+    encoder = tower(5)
+    check_step(loss, [nn.Sequential(encoder, AsComplex())], batch()[:1], 4)
+    grad_cache_step(loss, [nn.Sequential(encoder, AsComplex())], batch()[:1], 4)
+    assert all(x.any() for x in take_gradients(encoder))
+
+
 # ------------------------------------------------------------------------------------- wrong input
 
 # Encoders' inputs, what they do with them, options of the step, and words of the message.
@@ -700,6 +748,12 @@ WRONG: dict[str, tuple[list[Any], Any, dict[str, Any], str]] = {
         {"output": lambda x: (x, x[1:]), "split": lambda x, size: [x]},
         r"encoders\[0\]: .*\(6, ...\), got \(5, 5\)",
     ),
+    "a split into nothing": (
+        [X],
+        nn.Identity(),
+        {"split": lambda x, size: []},
+        r"split: expected .* chunks of inputs\[0\], at least one, got none",
+    ),
     "chunk_size": ([X], nn.Identity(), {"chunk_size": 0}, "chunk_size: .*got 0"),
     "a loss of rows": ([X], nn.Identity(), {"loss": torch.square}, r"loss: .* got \(6, 5\)"),
     "a loss of a name": ([X], nn.Identity(), {"loss": lambda x: {"loss": x}}, "loss: .* got dict"),
@@ -713,6 +767,20 @@ def test_wrong_input_is_named(name):
         grad_cache_step(
             encoders=[encoder], inputs=inputs, **{"loss": torch.sum, "chunk_size": 4, **options}
         )
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad])
+def test_an_output_without_a_tensor_is_refused(context):
+    """A namespace, for one, cannot be cut and joined."""
+
+    def encoder(x):
+        return SimpleNamespace(embeds=2 * x)
+
+    message = r"encoders\[0\]: expected it to return a tensor, .*, got SimpleNamespace; output=.*"
+    with context(), pytest.raises(TypeError, match=message):
+        grad_cache_step(lambda x: x.embeds.sum(), [encoder], [X], 4)
+    value = grad_cache_step(torch.sum, [encoder], [X], 4, output=lambda out: out.embeds)
+    torch.testing.assert_close(value, 2 * X.sum())
 
 
 # ---------------------------------------------------------------------------------------- processes
@@ -741,6 +809,25 @@ def test_a_scale_in_an_encoder_that_averages_is_set_aside_until_then():
     expected = outcome(chunks_at_once, model.loss, [model] * 2, inputs, 4)
     torch.manual_seed(1)
     assert_same(outcome(grad_cache_step, model.loss, [Averaged(model)] * 2, inputs, 4), expected)
+
+
+def test_an_error_in_the_backward_pass_leaves_gradients_as_they_were():
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(_, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(_, gradient):
+            raise RuntimeError("out of memory")
+
+    encoder = Averaged(tower(5))
+    images = batch()[:1]
+    grad_cache_step(torch.sum, [encoder], images, 4)
+    before = [x.grad.clone() for x in encoder.parameters()]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        grad_cache_step(lambda x: Failing.apply(x.sum()), [encoder], images, 4)
+    assert_same(take_gradients(encoder), before)
 
 
 def mean_of(mine: list[Tensor | None], others: list[Tensor | None]) -> list[Tensor | None]:

@@ -283,6 +283,14 @@ def test_a_failed_load_changes_nothing():
     assert all(torch.equal(x, before[name]) for name, x in means.state_dict().items())
 
 
+@pytest.mark.parametrize("patience", [7e17, 1e30])
+def test_a_patience_may_be_as_large_as_one_likes(patience):
+    """It is a number of points, which would overflow an integer."""
+    means = OnlineKMeans(8, D, patience=patience)
+    assert means.update(points(6)).tolist() == [0, 1, 2, 3, 4, 5]
+    assert len(means) == 6
+
+
 # A call, and words of its message; `test_options.py` has options that are set later.
 WRONG = [
     (lambda: OnlineKMeans(0, 2), "clusters: expected a number of at least 1"),

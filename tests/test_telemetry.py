@@ -124,6 +124,11 @@ def test_telemetry_may_be_switched_on_and_off_later():
         loss.telemetry = "all"
 
 
+def test_the_number_of_neighbours_is_named():
+    with pytest.raises(ValueError, match=r"^hubness_k: expected at least 1, got 0"):
+        describe(Similarity(*sample(2, 5, 4)), hubness_k=0)
+
+
 def test_telemetry_of_heads_is_that_of_the_best_one():
     sets = sample_sets(4, 3, 5)
     texts = sample(8, 5, dtype=torch.float64)

@@ -215,13 +215,11 @@ NO_EFFECT = {
     "workers",
     "save_steps",
     "final_test",
-    "test_split",
-    "test_folds",
     "tensorboard",
     "progress",
 }
 # Settings that may differ when a run is resumed. The data may have moved, but must be the same.
-RESUMABLE = NO_EFFECT | {"data", "epochs", "device", "rerank"}
+RESUMABLE = NO_EFFECT | {"data", "epochs", "device", "rerank", "test_split", "test_folds"}
 
 
 def make_config(values: Mapping[str, Any], places: Mapping[str, str] | None = None) -> Config:
@@ -262,7 +260,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         places = _places(path)
     lines = dict(map(_line, overrides))  # the last one of each key
     changes = tomllib.loads("\n".join(lines.values()))
-    if changes.get("loss", values.get("loss")) != values.get("loss"):
+    loss_of_file = values.get("loss", Config.loss)
+    if changes.get("loss", loss_of_file) != loss_of_file:
         values.pop("loss_options", None)
     for name, value in changes.items():
         earlier = values.get(name)

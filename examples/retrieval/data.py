@@ -273,15 +273,24 @@ class Vocabulary:
 def word_vectors(path: str) -> dict[str, np.ndarray]:
     """Read float32 word vectors from a text file in GloVe's format; a blank line, and the first one
     of fastText's, with two sizes, have none.
+
+    All vectors are as long as the first, so that what is before them is the word: some of GloVe's
+    have spaces, such as ". . .".
     """
     vectors = {}
+    size = 0  # numbers a line
     wanted = "a text file in GloVe's format, each line a word and as many numbers"
     with must_be(f"word_vectors = {path!r}", wanted), open(path, encoding="utf-8") as file:
         for number, line in enumerate(file):
-            word, *values = line.rstrip().split(" ")
-            is_header = number == 0 and len(values) == 1
-            if word and not is_header:
-                vectors[word] = np.array(values, dtype=np.float32)
+            fields = line.rstrip().split(" ")
+            is_header = number == 0 and len(fields) == 2
+            if is_header:
+                continue
+            size = size or len(fields) - 1
+            start = max(1, len(fields) - size)  # of the vector
+            word = " ".join(fields[:start])
+            if word:
+                vectors[word] = np.array(fields[start:], dtype=np.float32)
         sizes = {len(vector) for vector in vectors.values()}
         if len(sizes) != 1 or 0 in sizes:
             raise ValueError(f"it has {sorted(sizes)} numbers a line")
@@ -394,13 +403,14 @@ class Batches:
     """The batches of each epoch, a pure function of (seed, epoch, step), so that a run can resume
     at any step.
 
-    A sample is one image with `captions_per_image` of its captions, drawn anew every epoch. An
-    epoch shows every caption once, or some twice if their number is not divisible by
-    `captions_per_image`. Unless a sample has all captions (VSE's default is one), a batch may hold
-    the same image twice. It therefore includes the ids, by which the image's other caption is a
-    positive, not a negative. The incomplete last batch is dropped; as the order changes every
-    epoch, no sample is dropped for good. With several processes, each has ``batch_size`` samples
-    per step; together they see the same samples as one process with the total batch size.
+    A sample is one image with `captions_per_image` of its captions, drawn anew every epoch. The
+    samples of an epoch have every caption once, or some twice if their number is not divisible by
+    `captions_per_image`. The incomplete last batch is dropped, so an epoch does not show all
+    samples; as the order changes every epoch, none is dropped for good. Unless a sample has all
+    captions (VSE's default is one), a batch may hold the same image twice. It therefore includes
+    the ids, by which the image's other caption is a positive, not a negative. With several
+    processes, each has ``batch_size`` samples per step; together they see the same samples as one
+    process with the total batch size.
     """
 
     split: Split

@@ -62,16 +62,21 @@ class Objective(nn.Module):
         self.warming_up = False
 
     def begin_epoch(self, epoch: int) -> None:
-        """Switch the warm-up on or off: losses on the hardest negative begin with all negatives, or
-        with InfoNCE.
+        """Switch the warm-up on or off: losses on the hardest negative begin with all negatives,
+        without a temperature, or with InfoNCE.
 
         The hardest negative of an untrained model is noise, and its gradient collapses all
         embeddings into one point.
         """
         self.warming_up = epoch < self.config.warmup_epochs
         if isinstance(self.criterion, itrloss.TripletLoss):
-            mining = self.config.loss_options.get("mining", "hardest")
-            self.criterion.mining = "all" if self.warming_up else mining
+            options = self.config.loss_options
+            self.criterion.mining = options.get("mining", "hardest")
+            self.criterion.temperature = options.get("temperature")
+            if self.warming_up:
+                # a sum over all negatives has no soft form
+                self.criterion.temperature = None
+                self.criterion.mining = "all"
 
     def prepare(self, model: VSE, *inputs: Tensor | None) -> None:
         """Do what a step needs before its loss."""

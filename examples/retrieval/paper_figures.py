@@ -32,10 +32,10 @@ from itrloss.functional import std_diversity
 from itrloss.metrics import retrieval_results
 
 from .config import Config
-from .data import Split, Tokenizer
+from .data import Split, Tokenizer, features_directory
 from .evaluate import encode, recalls, reranker
 from .models import VSE, views
-from .paper_runs import Grid, scores_of, split_of
+from .paper_runs import Grid, files_of, scores_of, split_of, whole_split_of
 from .paper_tables import Table, titled
 from .pictures import Images
 from .preparation import data_directory, load_model
@@ -278,14 +278,14 @@ def sub_embeddings(model: VSE, split: Split, image: int) -> tuple[Tensor, Tensor
 
 def boxes_of(split: Split, data: Path, name: str, regions: int) -> np.ndarray:
     """Boxes of each image's regions, (n, R, 4): left, top, right and bottom as shares of the
-    picture.
+    picture. ``split`` has all images of the files with this name.
     """
     if isinstance(split.features, Images):  # the positions of a network's last feature map
         side = math.isqrt(regions)
         corners = np.array([(j, i) for i in range(side) for j in range(side)])
         boxes = np.concatenate([corners, corners + 1], 1) / side
         return np.broadcast_to(boxes, (len(split.features), *boxes.shape))
-    file = data / f"{name}_boxes.npy"
+    file = features_directory(data) / f"{name}_boxes.npy"
     if not file.exists():
         raise ValueError(f"{file}: heat maps need the regions' boxes, (n, {regions}, 4)")
     boxes = np.load(file).astype(np.float32)
@@ -313,7 +313,9 @@ def draw_heat_maps(grid: Grid, table: Table, rows: Rows) -> Drawn:
     """Images, each with a heat map of its sub-embeddings and the caption that is closest to it."""
     config = next(iter(configs(grid, table).values()))
     model, words, split = trained(grid, config)
+    whole = whole_split_of(config, grid.split)
     data = data_directory(config)
+    name = files_of(config, grid.split)
     view = views(model)[0]
     texts = encode(view, split, words)[1]
     rng = np.random.default_rng(SEED)
@@ -323,8 +325,8 @@ def draw_heat_maps(grid: Grid, table: Table, rows: Rows) -> Drawn:
     lines: Lines = [("image", "head", "region", "similarity")]
     for axes, image in zip(panels, chosen, strict=True):
         sets, regions = sub_embeddings(model, split, image)
-        boxes = boxes_of(split, data, grid.split, len(regions))[image]
-        picture = picture_pixels(split, data, grid.split, image)
+        boxes = boxes_of(whole, data, name, len(regions))[image]
+        picture = picture_pixels(split, data, name, image)
         similarities = cosines(sets, regions)
         own = range(image * split.captions_per_image, (image + 1) * split.captions_per_image)
         captions = [split.captions[own[i]] for i in cosines(sets, texts[own]).argmax(1)]
@@ -361,7 +363,8 @@ def draw_results(grid: Grid, table: Table, rows: Rows) -> Drawn:
     for config in models.values():
         scores, _ = scores_of(config, grid.split)
         results.append(retrieval_results(scores, split.image_ids, split.text_ids))
-    gallery = Gallery(split, data_directory(models[first]), grid.split, (first, second))
+    name = files_of(models[first], grid.split)
+    gallery = Gallery(split, data_directory(models[first]), name, (first, second))
     blocks = []
     for way, title in (("i2t", "Images as queries"), ("t2i", "Texts as queries")):
         before, after = (getattr(result, way) for result in results)

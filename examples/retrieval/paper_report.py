@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from scipy.stats import t
@@ -143,8 +144,16 @@ def _of_table(grid: Grid, number: str, table: Table) -> list[str]:
         if unfinished:
             parts.append(f"Not drawn: no finished run of {', '.join(unfinished)}.")
         else:
-            parts.append(f"Drawn: {draw(grid, table, rows, stem)}")
+            parts.append(_figure(grid, table, rows, stem))
     return parts
+
+
+def _figure(grid: Grid, table: Table, rows: Rows, stem: Path) -> str:
+    """The file of a figure, which is drawn, or what it lacks; the report is written without it."""
+    try:
+        return f"Drawn: {draw(grid, table, rows, stem)}"
+    except (OSError, ValueError) as error:
+        return f"Not drawn: {error}"
 
 
 def result_lines(

@@ -212,10 +212,19 @@ def _of_row(split_name: str, table: Table, row: Row, configs: Sequence[Config]) 
 
 def split_of(config: Config, split_name: str) -> Split:
     """The split on which a run is measured: "dev", or another one for the run's test split."""
-    data = data_directory(config)
-    if split_name == "dev":
-        return load_split(data, split_name, config.image_size).first(config.dev_images)
-    return load_split(data, config.test_split, config.image_size)
+    split = whole_split_of(config, split_name)
+    return split.first(config.dev_images) if split_name == "dev" else split
+
+
+def whole_split_of(config: Config, split_name: str) -> Split:
+    """The same split, with all images of dev."""
+    name = files_of(config, split_name)
+    return load_split(data_directory(config), name, config.image_size)
+
+
+def files_of(config: Config, split_name: str) -> str:
+    """The name that the split's files begin with: "dev", or that of the run's test split."""
+    return "dev" if split_name == "dev" else config.test_split
 
 
 def folds_of(config: Config, split_name: str) -> int:

@@ -72,11 +72,11 @@ def write_report(run_dirs: Sequence[Path], data_root: Path, out: Path) -> None:
         raise ValueError("run_dirs: expected at least one run, got none")
     found = experiments(map(load_run, run_dirs))
     split = reported_split(found)
-    test = found[0].config.get("test_split", "test")
-    names = dict.fromkeys(("train", "dev", test if split == "test" else split))
-    splits = {name: load_split(data_root, name) for name in names}
-    dev = splits["dev"].first(found[0].config.get("dev_images", 0))
     best = max(found, key=lambda experiment: experiment.mean(split, "after", "rsum"))
+    tests = [experiment.config["test_split"] for experiment in found] if split == "test" else []
+    names = dict.fromkeys(("train", "dev", *tests))
+    splits = {name: load_split(data_root, name, best.config["image_size"]) for name in names}
+    dev = splits["dev"].first(best.config["dev_images"])
     scores = _scores(best, dev, data_root)
     before = _results(scores, dev, None)
     after = _results(scores, dev, reranker(best.config["rerank"]))

@@ -959,7 +959,7 @@ class Anchors:
         There is a pass over the scores for each of up to 64 positives of an anchor. For more, the
         scores of each anchor are sorted, in memory of the size of the matrix.
         """
-        self._refuse_weights("hinge_sum")
+        self.refuse_weights("hinge_sum")
         if self._sorts_hinges():
             return self._sorted_hinge_sum(margin)
         sums = [self._sum(excess, shift=shift) for shift in self._hinge_shifts(margin)]
@@ -979,14 +979,14 @@ class Anchors:
         one_of("reduction", reduction, "mean", "sum", "none")
         if reduction == "none" or self.exchange is not None or self._sorts_hinges():
             return self.reduce(self.hinge_sum(margin), reduction)
-        self._refuse_weights("hinge_sum")
+        self.refuse_weights("hinge_sum")
         weights = self._weights(reduction)
         shifts = self._hinge_shifts(margin)
         totals = [self._weighted_sum(excess, weights, shift=shift) for shift in shifts]
         return functools.reduce(torch.add, totals)
 
-    def _refuse_weights(self, name: str) -> None:
-        """Raise an error if matches have weights."""
+    def refuse_weights(self, name: str) -> None:
+        """Raise a ValueError if matches have weights; ``name``: of what would ignore them."""
         if self.has_weights:
             raise ValueError(f"matches: expected 1 for all matches in {name}, got other weights")
 

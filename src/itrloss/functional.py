@@ -232,9 +232,9 @@ def unified_training_objective(
         values = torch.cat([weights[side] * part for side, part in parts])
     queues = sims.memory.reduce(values, reduction, _valid(sims.memory, sims.keys))
     if reduction != "none":
-        return batch_weight * batch + queues
-    pairs = zip(batch, queues, strict=True)
-    return tuple(batch_weight * of_batch + of_queue for of_batch, of_queue in pairs)
+        return torch.add(queues, batch, alpha=batch_weight)
+    pairs = zip(queues, batch, strict=True)
+    return tuple(torch.add(of_queue, of_batch, alpha=batch_weight) for of_queue, of_batch in pairs)
 
 
 def info_nce_loss(

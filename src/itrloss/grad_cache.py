@@ -61,7 +61,8 @@ def grad_cache_step(
         loss: takes one argument per encoder: what the encoder returned, for the whole batch.
             Returns a scalar, or a tuple or list with the scalar first.
         encoders: callables; each returns a (B, ...) tensor or a tuple or mapping of them, whose row
-            i belongs to row i of its input. There may also be None or flags.
+            i belongs to row i of its input. There may also be None or flags, but no tensors in
+            other objects.
         inputs: one per encoder: a (B, ...) tensor, a tuple of them (passed on as arguments) or a
             mapping of them, such as a tokenizer returns (passed on by name). What is no tensor in
             it, such as None or a flag, is passed on with every chunk. B may differ between
@@ -155,7 +156,7 @@ def _loss_backward(
     # older PyTorch (2.8) would reuse weights that were cast under no_grad
     torch.clear_autocast_cache()
     for x in _tensors(embeddings):
-        x.requires_grad_(x.is_floating_point())
+        x.requires_grad_(x.is_floating_point() or x.is_complex())
     result = loss(*embeddings, **loss_kwargs)
     total = _checked_total(result)
     if scaler is not None:
@@ -184,11 +185,12 @@ def _gradients_of_parameters(towers: list[_Tower], total: Tensor) -> dict[nn.Par
     before = {p: p.grad for p in parameters}
     for p in parameters:
         p.grad = None
-    _backward([total])
-    found = {p: p.grad for p in parameters if p.grad is not None}
-    for p, gradient in before.items():
-        p.grad = gradient
-    return found
+    try:
+        _backward([total])
+        return {p: p.grad for p in parameters if p.grad is not None}
+    finally:
+        for p, gradient in before.items():
+            p.grad = gradient
 
 
 def _checked_total(result: object) -> Tensor:
@@ -298,8 +300,13 @@ class _Tower:
             output = self.output(output)
         output = _plain(output)
         tensors = _tensors(output)
+        if not tensors:
+            expected = "it to return a tensor, or tuples, lists or mappings of tensors"
+            raise TypeError(
+                f"{self.name}: expected {expected}, got {type(output).__name__}; {_OUTPUT}"
+            )
         size = self.sizes[i]
-        if size is None and tensors and tensors[0].dim():  # the first output says it
+        if size is None and tensors[0].dim():  # the first output says it
             size = len(tensors[0])
             self.sizes[i] = size
         for x in tensors:
@@ -341,7 +348,10 @@ def _tensors(x: Tree) -> list[Tensor]:
 def _chunks(name: str, inputs: Tree, chunk_size: int, split: Split | None) -> list[Tree]:
     """Return the chunks of an encoder's input: some rows each, or as ``split`` cuts it."""
     if split is not None:
-        return [_plain(chunk) for chunk in split(inputs, chunk_size)]
+        chunks = [_plain(chunk) for chunk in split(inputs, chunk_size)]
+        if not chunks:
+            raise ValueError(f"split: expected the chunks of {name}, at least one, got none")
+        return chunks
     inputs = _plain(inputs)
     size = _batch_size(name, inputs)
     slices = [slice(at, at + chunk_size) for at in range(0, size, chunk_size)]
@@ -397,9 +407,11 @@ def _state(modules: Iterable[nn.Module] = ()) -> ExitStack:
         require_version("grad_cache_step on MPS", 2, 0)
         state.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
     for module in modules:
-        for name, buffer in module.named_buffers(recurse=False):
+        # named_buffers leaves out a buffer that is None until the first pass, and the second name
+        # of a tensor.
+        for name, buffer in module._buffers.items():
             state.callback(setattr, module, name, buffer)
-            if all(
+            if buffer is not None and all(
                 stride or size == 1
                 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
             ):

@@ -126,10 +126,11 @@ class OnlineKMeans(CheckedModule):
         same on all.
 
         Returns:
-            (B,) int64: the cluster of each point, of a seed the one that it seeded; the
-            first of points of length 0, and of those that are not finite.
+            (B,) int64: the cluster of each point, of a seed the one that it seeded, or the first
+            with the same centroid; the first of points of length 0, and of those that are not
+            finite.
         """
-        patience = int(self.patience * self.clusters)
+        patience = min(int(self.patience * self.clusters), _NEVER - 1)
         if world_size(process_group) == 1:
             parts = [self._points(x, empty=True)]
         else:

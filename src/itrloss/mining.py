@@ -18,6 +18,7 @@ from .checks import (
     check_matrix,
     check_same_kind,
     from_numpy,
+    require_finite,
 )
 from .checks.warnings import warn
 from .engine.inputs import even_chunks
@@ -93,7 +94,10 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     best = TopK(values, torch.full_like(values, -1, dtype=torch.int64))
     search = _Search(normalized(query_vectors, normalize), labels, limits, best)
     for start, end in _blocks(total, block):
-        vectors = _vectors(corpus[start:end], normalize, query_vectors)
+        vectors: Tensor = from_numpy(corpus[start:end])
+        check_matrix("corpus", vectors, "(N, D)")
+        require_finite(f"corpus[{start}:{end}]", vectors)
+        vectors = normalized(vectors.to(device), normalize).to(dtype)
         _search_block_(search, vectors, corpus_labels[start:end], start)
         if progress is not None:
             progress(end, total)
@@ -159,13 +163,6 @@ class _Search:
             limits = limits[rows]
         best = TopK(self.best.values[rows], self.best.indices[rows])
         return _Search(self.vectors[rows], self.labels[rows], limits, best)
-
-
-def _vectors(corpus: Tensor | np.ndarray, normalize: bool, queries: Tensor) -> Tensor:
-    """Return a part of the corpus (C, D), on the queries' device and in their compute dtype."""
-    vectors: Tensor = from_numpy(corpus)
-    check_matrix("corpus", vectors, "(N, D)", check_finite=True)
-    return normalized(vectors.to(queries.device), normalize).to(compute_dtype(queries))
 
 
 def _search_block_(

@@ -25,7 +25,7 @@ from .checks.warnings import warn
 from .distributed import ProcessGroup, consensus, is_trained, rows_of_all, world_size
 from .engine.products import product
 from .engine.sets import Form, Sets, set_scores
-from .engine.vectors import compute_dtype, host_may_read, normalized
+from .engine.vectors import compute_dtype, host_may_read, normalized, savable
 from .similarity import Similarity
 from .torch_versions import is_compiling
 
@@ -56,6 +56,8 @@ def variance_aware_loss(
             and the heads, (N,) and (M,).
     """
     _check_heads(heads)
+    for sim in heads:
+        sim.refuse_weights("variance_aware_loss")
     pairs = _Pairs(heads)
     everything = Anchors.together(*heads, *(sim.T for sim in heads))
     spread = Anchors.together(*heads) if shared_sigma else everything
@@ -215,7 +217,7 @@ def _factors(gate: Tensor, heads: Tensor) -> Tensor:
     shape = tuple(gate.shape)
     if shape not in ((n, k), (n, d)):
         raise ValueError(f"gate: expected shape ({n}, {k}) or ({n}, {d}), got {shape}")
-    gate = gate.detach().to(heads.dtype)
+    gate = savable(gate.detach()).to(heads.dtype)
     return gate[:, :, None] if shape == (n, k) else gate[:, None]
 
 
@@ -334,7 +336,7 @@ def _sets(side: str, sets: object, lengths: object, mask: object, may_be_empty: 
             f"{side}_lengths, {side}_mask: all sets are empty, so that all scores are 0 without a "
             "gradient. A mask is True where an element exists"
         )
-    return Sets(x, exists)
+    return Sets(savable(x), exists)
 
 
 def _lengths(name: str, lengths: object, sets: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .anchors import Anchors
+from .checks import as_size
 from .distributed import world_size
 from .functional import std_diversity
 from .memory import MemorySimilarity
@@ -44,6 +45,7 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
     if not isinstance(sim, Similarity):
         expected = "expected an itrloss.Similarity(images, texts)"
         raise TypeError(f"sim: {expected}, got {type(sim).__name__}")
+    hubness_k = as_size("hubness_k", hubness_k)
     sim = sim.detach()
     both = sim.both
     hardest = both.hardest_negatives().values

@@ -23,7 +23,7 @@ def page(path: str) -> str:
     """Return the lines of a page without its charts."""
     read_page(cat(path))
     html = re.sub(r"<(svg|style)\b.*?</\1>", "", cat(path), flags=re.S)
-    html = re.sub(r"(</t[dh]>)\s+", r"\1  ", html)
+    html = re.sub(r"(</t[dh]>)\s*", r"\1  ", html)
     lines = read_page(html).splitlines()
     return "\n".join(filter(None, (" ".join(line.split()) for line in lines)))
 

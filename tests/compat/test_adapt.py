@@ -60,6 +60,20 @@ def test_every_loss_trains_in_every_code_base(name, loss):
         model.train_emb()
 
 
+def test_the_hardest_negatives_come_back_as_they_were():
+    criterion = compat.adapt(itrloss.TripletLoss(mining="batch-hard"), "vse_inf")
+    assert criterion.max_violation
+    criterion.max_violation_off()
+    criterion.max_violation_off()
+    assert criterion.loss.mining == "all"
+    criterion.max_violation_on()
+    assert criterion.loss.mining == "batch-hard"
+    soft = compat.adapt(itrloss.TripletLoss(temperature=0.1), "vse_inf")
+    with pytest.raises(ValueError, match="expected None with mining"):
+        soft.max_violation_off()
+    assert soft.loss.mining == "hardest"
+
+
 @pytest.mark.parametrize("loss", MEMORY_LOSSES)
 @pytest.mark.parametrize("name", ["hal", "user"])
 def test_losses_with_a_memory_train_where_there_is_one(name, loss):

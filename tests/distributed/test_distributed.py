@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,32 @@ def numbering(rank: int) -> dict[str, list[torch.Tensor]]:
 def test_texts_of_no_image_stay_so_among_the_images_of_all(tmp_path):
     for found in run(numbering, tmp_path):
         torch.testing.assert_close(found, {name: numbered(None, name) for name in NUMBERED})
+
+
+def warned(rank: int) -> dict[str, list[str]]:
+    """What losses of both processes warn of, by the names of their ids."""
+    numbers = torch.arange(4)
+    calls = {
+        "alike": {"image_ids": numbers, "text_ids": numbers},
+        "alike, of one set": {"labels": numbers},
+        "different": {"image_ids": numbers + 4 * rank, "text_ids": numbers + 4 * rank},
+        "of texts alone": {"text_ids": numbers},
+        "none": {},
+    }
+    said = {}
+    for name, ids in calls.items():
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            itrloss.InfoNCELoss(gather=True)(torch.randn(4, D), torch.randn(4, D), **ids)
+        said[name] = [str(warning.message) for warning in found]
+    return said
+
+
+def test_numbers_in_a_batch_are_no_ids_of_a_job(tmp_path):
+    for said in run(warned, tmp_path):
+        for name, messages in said.items():
+            assert len(messages) == name.startswith("alike"), messages
+            assert all("are the same in all processes" in message for message in messages)
 
 
 def gradient_of_gathered(rank: int) -> torch.Tensor:

@@ -32,6 +32,13 @@ def test_another_loss_drops_the_loss_options_of_the_file(tmp_path):
     assert load_config(file, ["loss=hal", "loss_options.scale=20"]).loss_options == {"scale": 20}
 
 
+def test_the_default_loss_keeps_the_loss_options_of_a_file_without_loss(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text("[loss_options]\ntemperature = 0.2\n")
+    assert load_config(file, ["loss=infonce"]).loss_options == {"temperature": 0.2}
+    assert load_config(file, ["loss=hal"]).loss_options == {}
+
+
 def complaint(*overrides: str) -> str:
     """Return the error of settings, or of a loss with them."""
     try:

@@ -105,6 +105,14 @@ def test_word_vectors_are_read_from_gloves_format(tmp_path):
     assert lists == {"dog": [1, 2], "cat": [3, -4]}
 
 
+def test_words_of_glove_may_have_spaces(tmp_path):
+    # as in glove.840B.300d.txt
+    (tmp_path / "glove.2d.txt").write_text("dog 1.0 2.0\n. . . -3 4\nat name@domain.com 5 6\n")
+    vectors = word_vectors(str(tmp_path / "glove.2d.txt"))
+    lists = {word: vector.tolist() for word, vector in vectors.items()}
+    assert lists == {"dog": [1, 2], ". . .": [-3, 4], "at name@domain.com": [5, 6]}
+
+
 def test_words_begin_with_their_vectors_at_the_length_of_the_others():
     weight = torch.full((4, 3), 2.0)
     vectors = {"dog": np.float32([3, 4]), "cat": np.float32([0, 5])}

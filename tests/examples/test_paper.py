@@ -225,7 +225,8 @@ def test_other_settings_are_other_runs(tiny, tmp_path, trained):
         grid = Grid("coder", common=[*tiny, *settings], out=tmp_path)
         return state(grid.config(Row(""), 0))
 
-    for other in ("lr=2e-2", "loss_options.margin=0.1", f"data={tmp_path}", "epochs=2"):
+    others = ("lr=2e-2", "loss_options.margin=0.1", f"data={tmp_path}", "epochs=2")
+    for other in (*others, "test_split=testall", "test_folds=5"):
         assert state_with(other) == "to run"
     assert state_with("threads=2", "final_test=true") == "finished"
 

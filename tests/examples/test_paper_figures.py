@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.drawn import TINY
+from support.drawn import TINY, features
 
 from examples.retrieval import paper_figures
 from examples.retrieval.data import Split, load_split
 from examples.retrieval.evaluate import encode, recalls
 from examples.retrieval.paper_figures import boxes_of, draw, heat, sub_embeddings
-from examples.retrieval.paper_report import result_lines
+from examples.retrieval.paper_report import result_lines, write_report
 from examples.retrieval.paper_runs import Grid, measured, run, scores_of, timed
 from examples.retrieval.paper_tables import Row, Table
 from examples.retrieval.preparation import load_model
@@ -156,6 +157,26 @@ def test_boxes_are_those_of_the_regions(dvse, photos, tmp_path):
     np.save(tmp_path / "dev_boxes.npy", 100 * boxes)
     with pytest.raises(ValueError, match="as shares of the picture's width and height"):
         boxes_of(split, tmp_path, "dev", 12)
+
+
+@pytest.mark.parametrize(
+    ("split", "file"), [("dev", "dev"), ("test", "testall"), ("test_folds", "testall")]
+)
+def test_heat_maps_find_the_boxes_of_the_splits_file(split, file, tmp_path):
+    """In VSE-infinity's directory, and of more images of dev than choose the checkpoint."""
+    sizes = {"train": 40, "dev": 9, "testall": 10}
+    (tmp_path / "precomp").mkdir()
+    features(tmp_path / "precomp", sizes)
+    settings = [*TINY, f"data={tmp_path}", "dev_images=6", "test_split=testall", "test_folds=5"]
+    grid = Grid("dvse", None, settings, out=tmp_path / "out", only=["fig10"], split=split)
+    run(grid)
+    # the report is written without the figure, and says why
+    reason = rf"Not drawn: .*precomp/{file}_boxes\.npy: heat maps need the regions' boxes"
+    assert re.search(reason, write_report(grid))
+    assert "Not drawn" in (grid.out / "report.md").read_text(encoding="utf-8")
+    boxes = np.tile(np.float32([0, 0, 1, 1]), (sizes[file], 4, 1))
+    np.save(tmp_path / "precomp" / f"{file}_boxes.npy", boxes)
+    assert "Drawn: " in write_report(grid)
 
 
 def test_a_mean_of_rows_is_that_of_their_similarities(tmp_path):

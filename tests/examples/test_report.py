@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,14 @@ from PIL import Image
 from support.command_line import read_page
 from support.stored import assert_stored
 
+from examples.retrieval import report
 from examples.retrieval.config import Config
-from examples.retrieval.data import load_split
+from examples.retrieval.data import Split, Tokenizer, load_split
 from examples.retrieval.evaluate import before_and_after
+from examples.retrieval.models import VSE
 from examples.retrieval.report import best_value, main, write_report
 from examples.retrieval.runs import FILES
+from examples.retrieval.train import train
 from itrloss.rerank import FastReranker
 
 IMAGES, CAPTIONS = 6, 30
@@ -107,6 +111,31 @@ def test_the_test_split_is_reported_where_all_runs_have_it(scenes, runs, write_r
     tested = [write_run(f"{loss}2", loss, 0.1, "test") for loss in ("hal", "infonce")]
     assert "queries of the test split" in page_of(tested, scenes)
     assert "queries of the dev split" in page_of([*tested, *runs], scenes)
+
+
+def test_runs_of_other_test_splits_are_experiments_of_their_own(scenes, write_run):
+    runs = [write_run(f"hal_{seed}", "hal", 0.1, "test", seed) for seed in range(2)]
+    config = json.loads((runs[1] / "config.json").read_text())
+    (runs[1] / "config.json").write_text(json.dumps({**config, "test_split": "testall"}))
+    for file in scenes.glob("test_*"):
+        shutil.copy(file, scenes / file.name.replace("test", "testall"))
+    page = words_of(page_of(runs, scenes))
+    assert "differ in seed and test_split" in page
+    assert "test 6 pictures, 30 captions; testall 6 pictures, 30 captions" in page
+
+
+def test_pictures_are_encoded_at_the_size_of_the_run(config, photos, resnet, tmp_path, monkeypatch):
+    config = replace(config, data=str(photos), backbone=resnet, batch_size=8)
+    train(config)
+    sizes = []
+
+    def points(model: VSE, words: Tokenizer, split: Split) -> dict[str, np.ndarray]:
+        sizes.append(split.regions(0).shape[1:])
+        return {"text": np.zeros((1, 2)), "image": np.zeros((1, 2))}
+
+    monkeypatch.setattr(report, "in_two_dimensions", points)
+    write_report([Path(config.out)], photos, tmp_path / "report.html")
+    assert sizes == [(config.image_size, config.image_size)]
 
 
 # --- page -----------------------------------------------------------------------------------------

@@ -35,6 +35,15 @@ def test_seeds_are_averaged_and_other_losses_and_settings_kept_apart(tmp_path, c
     assert_stored("summary", capsys.readouterr().out)
 
 
+def test_runs_of_other_test_splits_are_kept_apart(tmp_path, capsys):
+    splits = ("test", "testall")
+    runs = [write(tmp_path / name, 90.0, seed=s, test_split=name) for s, name in enumerate(splits)]
+    summary.main(runs)
+    said = capsys.readouterr().out
+    assert all(name in said for name in splits)
+    assert "±" not in said
+
+
 def test_an_unfinished_run_is_named(tmp_path):
     with pytest.raises(SystemExit, match=r"nothing: no finished run, config\.json is missing"):
         summary.main([str(tmp_path / "nothing")])

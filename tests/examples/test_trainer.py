@@ -239,7 +239,7 @@ def test_a_killed_run_resumes_bit_for_bit(config, monkeypatch, settings):
 def test_a_run_goes_on_with_the_captions_it_began_with(config, tmp_path):
     train(config)
     other = shutil.copytree(config.data, tmp_path / "other")
-    moved = replace(config, resume=True, data=str(other), epochs=2)
+    moved = replace(config, resume=True, data=str(other), epochs=2, test_split="testall")
     assert len(train(moved)["history"]) == 2
     lines = (other / "train_caps.txt").read_text().splitlines()
     (other / "train_caps.txt").write_text("\n".join(reversed(lines)) + "\n")

@@ -70,6 +70,9 @@ def test_a_gate_has_no_gradient():
     gates = torch.ones(3, 4).double().requires_grad_()
     DynamicOrthogonalLoss(0.01)(residuals, gates).backward()
     assert gates.grad is None
+    with torch.inference_mode():
+        inferred = gates.clone()
+    DynamicOrthogonalLoss(0.01)(residuals, inferred).backward()
 
 
 def test_frobenius_with_six_heads_never_reaches_the_default_slack():

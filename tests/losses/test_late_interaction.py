@@ -141,6 +141,17 @@ def test_texts_may_be_single_vectors(aggregation):
     torch.testing.assert_close(found, late_scores(v, w, aggregation))
 
 
+@pytest.mark.parametrize("own", [False, True])
+@every_aggregation
+def test_one_side_may_be_made_in_inference_mode(aggregation, own):
+    v, w = both_sides(own)
+    with torch.inference_mode():
+        inferred = w.clone()
+    (wanted,) = torch.autograd.grad(ours(v, w, aggregation).sum(), v)
+    (found,) = torch.autograd.grad(ours(v, inferred, aggregation).sum(), v)
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("size", [1, 64, 257, 8000])
 @pytest.mark.parametrize("aggregation", ["max", "max_sum"])
 def test_long_sets(aggregation, size):

@@ -134,3 +134,13 @@ def test_weights_may_be_a_tensor():
     of_tensor = itrloss.Matryoshka(loss, (3, 6), torch.tensor([1.0, 2.0]))
     of_numbers = itrloss.Matryoshka(loss, (3, 6), (1, 2))
     assert torch.equal(of_tensor(v, w), of_numbers(v, w))
+
+
+def test_a_loss_that_returns_more_than_tensors_is_refused():
+    class WithFigures(nn.Module):
+        def forward(self, images, texts):
+            return (images * texts).sum(), {"figure": 1.0}
+
+    message = r"^loss: expected it to return a tensor or a tuple of tensors, got dict in a tuple"
+    with pytest.raises(TypeError, match=message):
+        itrloss.Matryoshka(WithFigures(), (2, 6))(*embeddings(4, 4))

@@ -92,3 +92,15 @@ def test_wrong_pairs_that_are_nearly_certain_have_accurate_gradients():
         gradients.append(x.grad.double())
     found, exact = gradients
     assert (found - exact).norm() < 0.01 * exact.norm()  # 0.04 from the log-sum-exp alone
+
+
+def test_a_learnt_temperature_that_overflows_is_an_error():
+    x = torch.randn(6, 4)
+    loss = RINCELoss(0.02, q=1.0, learnable=True)
+    assert loss(x, x.flip(0)).isfinite()
+    with torch.no_grad():
+        loss.log_scale.fill_(5.3)
+    with pytest.raises(ValueError, match=r"^temperature: expected at least q / 70 = 0.014"):
+        loss(x, x.flip(0))
+    loss.max_scale = 70.0
+    assert loss(x, x.flip(0)).isfinite()

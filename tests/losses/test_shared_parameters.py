@@ -133,6 +133,18 @@ def test_a_learnable_loss_makes_the_logarithm_of_any_form(name: str):
 
 @of_losses
 @of_forms
+def test_a_reset_leaves_a_shared_parameter_to_its_model(name: str, form: str):
+    of_model = parameter(form)
+    before = of_model.item()
+    made(name, **{form: of_model}).reset_parameters()
+    shared_later = made(name, learnable=True)
+    setattr(shared_later, form, of_model)
+    shared_later.reset_parameters()
+    assert of_model.item() == before
+
+
+@of_losses
+@of_forms
 def test_the_constructor_shares_as_an_assignment_does(name: str, form: str):
     of_model = parameter(form)
     first = made(name, **{form: of_model})

@@ -30,6 +30,8 @@ FEW = torch.randn(3, 6)  # negatives of all
 SETS = torch.ones(4, 3, 6)
 LOGS = V - 2, W - 2
 
+WEIGHTED = Similarity(V, W, related=it.Related(matches=0.5 * EYE))
+
 infonce: Any = InfoNCELoss()
 filtered: Any = InfoNCELoss(0.05, margin=0.1)
 distilling: Any = it.DistillationLoss()
@@ -60,6 +62,7 @@ OPTIONS: list[tuple[Any, str, Any]] = [
     (it.PCMEPlusPlusLoss, "pseudo_weight", -1),
     (it.MemoryInfoNCELoss, "distillation", 1.5),
     (partial(it.DynamicGate, 3), "heads", 0),
+    (partial(it.DynamicGate, 3, 2), "momentum", 3.0),
     (partial(it.PrototypeClassificationLoss, 3), "clusters", 0),
     (partial(it.PrototypeClassificationLoss, clusters=5), "dim", 3.5),
     (partial(CODERObjective, 5, 4), "reduction", "none"),
@@ -172,6 +175,14 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: distilling(V, W, EYE[:3]), r"teacher: expected shape \(4, 4\), got \(3, 4\)"),
     (lambda: distilling(V, W, EYE[..., None]), r"teacher: expected shape \(N, M\)"),
     (lambda: it.MarginMSELoss()(V[:3], W, EYE[:3]), "image_ids, text_ids: needed for 3 images"),
+    (
+        lambda: it.MarginMSELoss().compute(WEIGHTED, Similarity(V, W)),
+        "matches: expected 1 for all matches in MarginMSELoss",
+    ),
+    (
+        lambda: functional.variance_aware_loss([WEIGHTED]),
+        "matches: expected 1 for all matches in variance_aware_loss",
+    ),
     (lambda: distilling(V, W, EYE.long()), r"teacher: expected a floating-point tensor \(N, M\)"),
     (
         lambda: functional.distillation_loss(Similarity(V, W), V),  # type: ignore[arg-type]

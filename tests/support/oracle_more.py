@@ -517,8 +517,8 @@ def dynamic_orthogonal(
     * ``"frobenius"``: ``sqrt(Σ_{i≠j} c_ij²) / K²``.
 
     A gate (N, D) masks dimensions, the same ones for every head: ``c_ij = |Σ_d (m_d u_id)(m_d
-    u_jd)|``. Heads are normalised *first* (as on the design page), so that switching dimensions or
-    heads off can only lower the loss. If K = D, a gate is (N, K).
+    u_jd)|``. Heads are normalised *first* (as on the design page), so that switching heads off can
+    only lower the loss. If K = D, a gate is (N, K).
 
     Against the paper: Eq. 3 does not say what shape ``round(s(h(w² z)))`` has, and Eq. 4 writes it
     as a function of a head, ``‖F_mask((v̂^i)^T) F_mask(v̂^j)‖``; Eq. 4 is for one image, sums where

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import unittest
 from typing import Any
 
@@ -195,6 +197,59 @@ def test_a_function_of_another_signature():
         loss_checks(clip, call=units, ids=False, only=["renamed_ids"])[0]()
 
 
+def of_options(images, texts):
+    """A loss whose options are attributes of the function."""
+    scores = F.normalize(images, dim=1) @ F.normalize(texts, dim=1).T / of_options.temperature
+    labels = torch.arange(len(scores))
+    rows, cols = (F.cross_entropy(x, labels, reduction="none") for x in (scores, scores.T))
+    if of_options.reduction == "none":
+        return rows, cols
+    if of_options.reduction == "sum":
+        return rows.sum() + cols.sum()
+    return rows.mean() + cols.mean()
+
+
+def test_checks_set_options_of_a_function_and_leave_it_as_it_was(monkeypatch):
+    monkeypatch.setattr(of_options, "temperature", 0.1, raising=False)
+    monkeypatch.setattr(of_options, "reduction", "mean", raising=False)
+    only = ["low_temperature", "reductions_agree", "agrees_with_reference"]
+    for check in loss_checks(of_options, ids=False, reference=formula_of_options, only=only):
+        check()
+        assert vars(of_options) == {"temperature": 0.1, "reduction": "mean"}
+
+
+def formula_of_options(loss, images, texts):
+    """It is right at the temperature of the test alone."""
+    return planted.InfoNCE(0.1, loss.reduction)(images, texts)
+
+
+class Tempered(torch.nn.Module):
+    """Its temperature is a tensor: a parameter or a buffer."""
+
+    def __init__(self, trained: bool, overflows: bool):
+        super().__init__()
+        self.overflows = overflows
+        if trained:
+            self.temperature = torch.nn.Parameter(torch.tensor(0.07))
+        else:
+            self.register_buffer("temperature", torch.tensor(0.07))
+
+    def forward(self, images, texts):
+        scores = F.normalize(images, dim=1) @ F.normalize(texts, dim=1).T / self.temperature
+        if self.overflows:
+            return (scores.exp().sum(1).log() - scores.diagonal()).mean()
+        return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_temperature_may_be_a_parameter_or_a_buffer(trained):
+    loss = Tempered(trained, overflows=False)
+    assert check_loss(loss, ids=False, only=["low_temperature"]).names("passed")
+    assert loss.temperature == torch.tensor(0.07)
+    with pytest.raises(ConformanceError, match=r"low_temperature: .* is not finite"):
+        check_loss(Tempered(trained, overflows=True), ids=False, only=["low_temperature"])
+
+
 def test_all_failures_are_listed():
     only = ["memory_grows_linearly", "swapped_sides", "rotation"]
     one_way = lambda images, texts: F.cross_entropy(images @ texts.T, torch.arange(len(images)))  # noqa: E731
@@ -204,6 +259,8 @@ def test_all_failures_are_listed():
     assert first == "<lambda>: 1 passed, 2 failed"
     assert {line.split()[1] for line in failures} == {"memory_grows_linearly:", "swapped_sides:"}
     assert error.value.report.names("passed") == ["rotation"]
+    for twin in (pickle.loads(pickle.dumps(error.value)), copy.deepcopy(error.value)):
+        assert (twin.report, str(twin)) == (error.value.report, str(error.value))
 
 
 def test_the_report_is_a_table():

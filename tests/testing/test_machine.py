@@ -49,6 +49,13 @@ def test_every_loss_of_similarities_is_checked(monkeypatch):
     given = machine.batch(8)
     names = {type(loss).__name__ for loss in machine.losses()}
     assert {"PCMEPlusPlusLoss", "UnifiedTrainingObjective", "VarianceAwareLoss"} < names
+    others = {name for name in itrloss.losses.__all__ if name.endswith(("Loss", "Objective"))}
+    assert others - names - {"PairLoss", "MemoryLoss"} == {  # docs/testing.rst names them
+        "PrototypeClassificationLoss",
+        "DynamicOrthogonalLoss",
+        "CODERObjective",
+        "DVSEObjective",
+    }
     for loss in machine.losses():
         found = machine.computed(loss, given, machine.EXACT)
         assert found["value"].dtype == torch.float64

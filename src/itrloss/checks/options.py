@@ -460,6 +460,7 @@ class CheckedModule(Options, WholeState):
     # ``fully_shard`` puts gathered copies in their place.
     _shards: ClassVar[Mapping[str, Tensor]] = {}
     _held: ClassVar[Mapping[str, str]] = {}  # the parameters that stand for options
+    _made: ClassVar[frozenset[str]] = frozenset()  # the options whose parameter the module made
     _passed: ClassVar[Mapping[str, tuple[str, float]]] = {}  # options' numbers, with their forms
 
     def _to_write(self, name: str) -> list[Tensor]:
@@ -479,6 +480,7 @@ class CheckedModule(Options, WholeState):
         kind = Tensor if getattr(self, "_is_replica", False) else nn.Parameter
         if declared.may_be_anything or (learnt is not None and isinstance(value, kind)):
             super(Options, self).__setattr__(name, value)  # registers parameters and modules
+            self.__dict__["_made"] = self._made - {option.name}
             return
         if learnt is None:
             super()._set_option(declared, value)
@@ -533,10 +535,11 @@ class CheckedModule(Options, WholeState):
                 parameter.fill_(declared.learnt.stored(held, self.__dict__[f"_{declared.name}"]))
 
     def _reset_learnt(self) -> None:
-        """Give the parameters behind the options the numbers that were set last."""
-        for declared in self._all_options.values():
-            if declared.learnt is not None:
-                self._fill(declared)
+        """Give the parameters that were made for options the numbers that were set last; those that
+        a model shares are the model's.
+        """
+        for name in self._made:
+            self._fill(self._all_options[name])
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; the option that it is a form of is then read from it."""

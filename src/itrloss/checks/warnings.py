@@ -14,6 +14,7 @@ from torch import Tensor
 from .arrays import EMBEDDINGS, host_may_read
 
 if TYPE_CHECKING:
+    from ..distributed.shards import Share
     from ..metrics.results import RetrievalResults
     from ..similarity import Similarity
 
@@ -78,6 +79,22 @@ def warn_of_ids(name: str, loss: object, sim: Similarity) -> None:
             f"{name}: every image matches every text, so that the loss is 0 whatever is learnt. "
             "Pass batches of more than one pair, with ids that differ where image and text do "
             "not match; multi-hot labels go in as matches=(of_images @ of_texts.T) > 0"
+        )
+
+
+def warn_of_numbers_in_the_batch(name: str, share: Share) -> None:
+    """Warn if all processes that share a batch have the same ids, as two may by chance with ids of
+    few classes.
+    """
+    processes = share.processes
+    first, *others = processes.ids[0].chunk(processes.world)
+    # two views of one set have each number twice
+    are_many = 2 * len(first.unique(dim=0)) >= len(first) > 1
+    if are_many and all(torch.equal(first, other) for other in others):
+        warn(
+            f"{name}: image_ids, or labels, are the same in all processes, as numbers in a batch "
+            "are, so that each image matches texts of all processes. Pass numbers in the data set "
+            "or, of one process's images, text_ids alone"
         )
 
 

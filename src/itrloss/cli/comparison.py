@@ -47,7 +47,7 @@ _ADVICE = {
     CALIBRATED: "held-out labels chose its scales",
     "nnn, bank": "no query depends on another, and in our runs it was among the best by a bank",
     "csls, bank": "no query depends on another",
-    "csls": "in our runs it kept most of its gain where people judged relevance",
+    "csls": "in our runs it gained most where people judged relevance",
 }
 Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
 

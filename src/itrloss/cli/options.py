@@ -20,7 +20,7 @@ _KS = ",".join(map(str, RECALLS))
 _TEST = "The test set"
 _HELD_OUT = "Held-out pairs and banks"
 _TABLE = "The table"
-_ONE = "The results of the first method"
+_ONE = "The results of the method to take, or of the first"
 
 
 def _option(group: str, metavar: str, about: str, least: int | None = None):

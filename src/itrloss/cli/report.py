@@ -105,22 +105,24 @@ def _changes(
     old = frame["rank before"]
     new = frame["rank after"]
     counts = {"queries before": before.occurrences, "after": after.occurrences}
-    hubs = pd.DataFrame(counts, index=list(candidates)).nlargest(_LISTED, "queries before")
+    hubs = pd.DataFrame({candidate: candidates, **counts}).nlargest(_LISTED, "queries before")
     blocks = [
         {"figures": [hubness(before, after, ("before", "after"), query, candidate)]},
-        {"title": "Greatest hubs before", "blocks": [_html(hubs)]},
+        {"title": "Greatest hubs before", "blocks": [_table(hubs, 1)]},
         f"{(new < old).sum()} of {len(frame)} queries rank their right candidate "
         f"higher than before, {(new > old).sum()} lower.",
     ]
     # from 20 to 2 is more than from 200 to 182
     for title, ratio in {"Gained most": old / new, "Lost most": new / old}.items():
         places = ratio[ratio > 1].nlargest(_LISTED).index
-        rows = frame.loc[places].set_index("query")
-        blocks.append({"title": title, "blocks": [_html(rows)]})
+        blocks.append({"title": title, "blocks": [_table(frame.loc[places], 3)]})
     return {"title": f"{query} → {candidate}", "blocks": blocks}
 
 
-def _html(frame: pd.DataFrame) -> Block:
-    """Return a data frame as a table of a page."""
-    with pd.option_context("display.max_colwidth", None):  # captions are not cut off
-        return {"html": frame.to_html(border=0, index_names=False)}
+def _table(frame: pd.DataFrame, texts: int) -> Block:
+    """Return a data frame as a table of a page, whose first columns are texts, which wrap."""
+    columns = list(frame)
+    rows = []
+    for row in frame.astype(str).to_numpy().tolist():
+        rows.append((row[:texts], row[texts:]))
+    return {"table": rows, "columns": (columns[:texts], columns[texts:])}

@@ -31,6 +31,7 @@ class AdaptedLoss(WholeState):
         self.loss: Any = loss  # which has further attributes
         self.code_base = code_base
         self.score_function = score_function
+        self._mining: dict[nn.Module, Any] = {}  # of losses that have all negatives now
 
     @property
     def margin(self) -> float:
@@ -52,15 +53,20 @@ class AdaptedLoss(WholeState):
     @property
     def max_violation(self) -> bool:
         """Whether only the hardest negatives count."""
-        return any(getattr(part, "mining", None) == "hardest" for part in self.loss.modules())
+        return any(getattr(part, "mining", "all") != "all" for part in self.loss.modules())
 
     @max_violation.setter
     def max_violation(self, on: bool) -> None:
-        """Set ``mining`` of the losses that have it to "hardest" or "all"."""
-        mining = "hardest" if on else "all"
+        """Set ``mining`` of the losses that have it to "all", or back to what it was."""
         for part in self.loss.modules():
-            if hasattr(part, "mining"):
-                part.mining = mining
+            if not hasattr(part, "mining"):
+                continue
+            if not on:
+                functional.check_mining("all", part.temperature)
+                self._mining.setdefault(part, part.mining)
+                part.mining = "all"
+            elif part.mining == "all":
+                part.mining = self._mining.pop(part, "hardest")
 
     def max_violation_on(self) -> None:
         """Count each anchor's hardest negative alone."""

@@ -26,7 +26,14 @@ from ..checks import (
     one_of,
     option,
 )
-from ..checks.warnings import may_be_read, warn, warn_of_ids, warn_of_units, warn_of_vectors
+from ..checks.warnings import (
+    may_be_read,
+    warn,
+    warn_of_ids,
+    warn_of_numbers_in_the_batch,
+    warn_of_units,
+    warn_of_vectors,
+)
 from ..distributed import ProcessGroup, consensus, digest, padded, world_size
 from ..distributed.collectives import replicated, total
 from ..engine.question import Value
@@ -64,11 +71,12 @@ class Loss(CheckedModule):
             if declared.learnt is not None and getattr(self, "learnable", False):
                 # (1,): FSDP and the like do not shard 0-dim parameters.
                 setattr(self, declared.learnt.parameter, nn.Parameter(torch.zeros(1)))
+                self.__dict__["_made"] = self._made | {declared.name}
         self._reset_learnt()
 
     def reset_parameters(self) -> None:
         """Give parameters the values that they had first, or of learnt options those that were set
-        last, as is needed after ``to_empty``.
+        last, as is needed after ``to_empty``. Parameters that a model shares stay.
         """
         self._reset_learnt()
 
@@ -268,6 +276,8 @@ class SimilarityLoss(Loss):
         name = type(self).__name__
         if sim.pairs.is_known:
             warn_of_ids(name, loss, sim)
+        if sim.share is not None:
+            warn_of_numbers_in_the_batch(name, sim.share)
         warn_of_vectors(sim)
         if self.in_cosines:
             warn_of_units(name, sim)

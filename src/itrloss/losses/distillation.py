@@ -94,7 +94,8 @@ class DistillationLoss(TemperatureLoss, TaughtLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
 
     Relations:
-        With the matches as the teacher's distribution it is :class:`InfoNCELoss`.
+        With the matches as the teacher's distribution it is :class:`SupConLoss`, and with one match
+        of each anchor :class:`InfoNCELoss`.
 
     Example:
         >>> import torch
@@ -166,6 +167,7 @@ class MarginMSELoss(TaughtLoss):
     ) -> Values:
         """Return Margin-MSE of the similarities of two models."""
         anchors = self.anchors(sim)
+        anchors.refuse_weights("MarginMSELoss")
         taught = self.anchors(teacher).detach()
         gap = anchors.mean_of_positives(identity) - taught.mean_of_positives(identity)
         negatives = anchors.sum(squared_gap, gap, guide=taught)

@@ -66,8 +66,7 @@ class VarianceAwareLoss(SimilarityLoss):
             an accelerator synchronises or, in a CUDA graph or compiled, forms the matrices.
 
     Relations:
-        A :class:`TripletLoss` of the hardest negative, on the best of several heads, weighted
-        by σ.
+        The sum of :class:`TripletLoss` of the hardest negative over all heads, weighted by σ.
 
     Example:
         >>> import torch
@@ -252,7 +251,7 @@ class DynamicGate(CheckedModule):
         torch.Size([8, 4])
     """
 
-    momentum: float = option(above=0)
+    momentum: float = option(above=0, at_most=1)
     weight: Tensor
     centre: Tensor
     on_rate: Tensor

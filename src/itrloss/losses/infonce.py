@@ -157,8 +157,8 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
 
     Relations:
         CLIP and open_clip have half of it, the mean of both directions. NT-Xent (SimCLR) is
-        ``joint=True`` with both in-modality matrices. ``margin`` makes GISTEmbed's,
-        ``hardness`` that of hard negatives.
+        ``loss(z1, z2, labels=range(N))``; ``joint=True`` with both in-modality matrices is GTE's.
+        ``margin`` makes GISTEmbed's, ``hardness`` that of hard negatives.
 
     Example:
         >>> import torch

@@ -35,7 +35,7 @@ class Matryoshka(WholeState):
         weights: w, one for each of ``dims``; by default 1.
 
     Raises:
-        TypeError: for a loss that is no module.
+        TypeError: for a loss that is no module, or that returns no tensors.
         ValueError: for other numbers of dimensions or weights.
 
     Relations:
@@ -116,8 +116,7 @@ class Matryoshka(WholeState):
             return sum(weighted)  # type: ignore[return-value]
         values: list[Tensor] = []
         for weight, part in zip(self.weights, parts, strict=True):
-            of_sides = part if isinstance(part, tuple) else (part,)
-            values.extend(weight * x for x in of_sides)
+            values.extend(weight * x for x in tensors_of(part))
         return tuple(values)
 
     def extra_repr(self) -> str:
@@ -164,6 +163,19 @@ def check_dimensions(images: Tensor, texts: Tensor, least: int) -> None:
     if images.shape[-1] != texts.shape[-1]:
         expected = f"{images.shape[-1]} dimensions like images"
         raise ValueError(f"texts: expected {expected}, got {texts.shape[-1]}")
+
+
+def tensors_of(part: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return a loss's tensor, or its tensors of each side, as a tuple; raise an error for what is
+    none.
+    """
+    found = part if isinstance(part, tuple) else (part,)
+    for x in found:
+        if not isinstance(x, Tensor):
+            expected = "it to return a tensor or a tuple of tensors"
+            where = " in a tuple" if isinstance(part, tuple) else ""
+            raise TypeError(f"loss: expected {expected}, got {type(x).__name__}{where}")
+    return found
 
 
 def takes_pairs(loss: object) -> bool:

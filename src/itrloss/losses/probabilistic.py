@@ -120,7 +120,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
 
         Args:
             images_mean, texts_mean: (N, D) and (M, D) means µ.
-            images_log_variance, texts_log_variance: (N, D) and (M, D) log σ², of any size.
+            images_log_variance, texts_log_variance: (N, D) and (M, D) log σ², at most 80.
             image_ids, text_ids: see :meth:`PairLoss.forward`.
             matches: (N, M) labels in [0, 1] in place of ids, as of mixed samples; nan: no pair.
 

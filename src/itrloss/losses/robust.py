@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import option
+from ..engine.vectors import host_may_read
 from ..functional import Values
 from ..similarity import Similarity
 from ..terms import pair_term
+from ..torch_versions import is_compiling
 from .base import PairLoss
 from .temperature import TemperatureLoss
 
@@ -70,8 +72,10 @@ class RINCELoss(TemperatureLoss, PairLoss):
     negative for a good model, and grow as :math:`e^{q/\tau}`; see :doc:`losses/robust`.
 
     Args:
-        temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`. A number τ is
-            at least q / 70, as float32 would overflow; a learnt one needs ``max_scale=70 / q``.
+        temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`. τ is at least
+            q / 70, as float32 would overflow; a learnt one needs ``max_scale=70 / q``, and on an
+            accelerator nothing else notices. Scores that are no cosines are at most 80 τ / q: pairs
+            above have no gradient.
         q: above 0 and at most 1. The authors' codes have 0.1 and 0.5.
         lam: λ, above 0 and at most 1, the weight of the denominator.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
@@ -99,19 +103,22 @@ class RINCELoss(TemperatureLoss, PairLoss):
 
     def _check_range(self) -> None:
         """Raise an error if the loss overflows; at each call, as options are set one by one."""
-        if isinstance(self.temperature, Tensor):
-            return
-        if self.q / self.temperature > _RANGE:
+        temperature = self.temperature
+        if isinstance(temperature, Tensor):
+            if is_compiling() or not host_may_read(temperature):
+                return
+            temperature = temperature.item()
+        if self.q / temperature > _RANGE:
             expected = f"expected at least q / {_RANGE:g} = {self.q / _RANGE:.2g}"
             raise ValueError(
-                f"temperature: {expected}, as float32 would overflow, got {self.temperature}"
+                f"temperature: {expected}, as float32 would overflow, got {temperature:.3g}"
             )
 
     def compute(self, sim: Similarity) -> Values:
         """Return robust InfoNCE, RINCE."""
-        self._check_range()
         anchors = self.anchors(sim)
         scale = 1 / self._limited_temperature(sim)
+        self._check_range()  # after a learnt temperature was limited
         negatives = anchors.logsumexp(scale)
         values = anchors.mean_of_positives(power_gap, negatives, scale, self.q, math.log(self.lam))
         return anchors.reduce(values, self.reduction)
@@ -173,7 +180,8 @@ class ComplementaryContrastiveLoss(TemperatureLoss, PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
 
     Relations:
-        With one negative of each anchor it is :class:`InfoNCELoss`.
+        With one negative and one positive of each anchor it is :class:`InfoNCELoss`; with one
+        negative and several positives, :class:`MILNCELoss`.
 
     Example:
         >>> import torch

@@ -87,7 +87,9 @@ def gradients_of_parameters(subject: Subject) -> None:
 def uneven_upstream(subject: Subject) -> None:
     """With reduction "none", the gradient of each value equals finite differences.
 
-    A published kernel scaled all of it by the first weight, for a year.
+    A published kernel scaled all of it by the first weight, for a year. Losses with weights that
+    the gradient takes for constants fail here as in ``gradcheck``: differences move the weights,
+    too.
     """
     loss = subject.fresh(reduction="none")
     batch = subject.batch(4, 5, d=4).leaves()

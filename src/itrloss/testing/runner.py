@@ -7,8 +7,9 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, get_args
 from unittest import SkipTest
 
@@ -64,9 +65,12 @@ class ConformanceError(AssertionError):
     """All checks that a loss failed; ``report`` has the others, too."""
 
     def __init__(self, report: Report):
+        super().__init__(report)  # what a copy is made of
         self.report = report
-        failed = [f"- {x.name}: {x.reason}" for x in report.outcomes if x.status == "failed"]
-        super().__init__("\n".join([report.summary, *failed]))
+
+    def __str__(self) -> str:
+        failed = [f"- {x.name}: {x.reason}" for x in self.report.outcomes if x.status == "failed"]
+        return "\n".join([self.report.summary, *failed])
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class LossCheck:
         try:
             for need in check.needs:
                 self.subject.require(need)
-            with on_the_cpu(), warnings.catch_warnings():
+            with on_the_cpu(), as_before(self.subject.loss), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of losses about odd batches
                 check.function(self.subject)
         except SkipTest as skip:
@@ -129,6 +133,14 @@ def on_the_cpu() -> AbstractContextManager[object]:
     if torch.empty(0).device.type == "cpu":
         return nullcontext()
     return torch.device("cpu")
+
+
+def as_before(loss: Loss) -> AbstractContextManager[object]:
+    """Return a context at whose end a function has its attributes again: its copies are itself."""
+    stack = ExitStack()
+    if isinstance(loss, FunctionType):
+        stack.callback(setattr, loss, "__dict__", dict(vars(loss)))
+    return stack
 
 
 def loss_checks(

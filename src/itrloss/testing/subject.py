@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import SkipTest
 
 import torch
@@ -65,7 +65,7 @@ class Batch(NamedTuple):
 @dataclass(frozen=True)
 class Subject:
     """A loss, and what is known of it, see :func:`itrloss.testing.check_loss`. Checks change copies
-    of it only.
+    of it only, and the attributes of a function, which are restored.
     """
 
     loss: Loss
@@ -93,13 +93,21 @@ class Subject:
         if not holds:
             raise SkipTest(reason)
 
-    def fresh(self, dtype: torch.dtype = torch.float64, **options: object) -> Loss:
-        """Return a copy of the loss, with parameters of a dtype, and with attributes set."""
+    def fresh(self, dtype: torch.dtype = torch.float64, **options: Any) -> Loss:
+        """Return a copy of the loss, with parameters of a dtype, and with attributes set.
+
+        A function is its own copy.
+        """
         loss = copy.deepcopy(self.loss)
+        held: dict[str, Tensor] = {}
         if isinstance(loss, nn.Module):
             loss = loss.to(dtype)
+            held = dict([*loss.named_parameters(), *loss.named_buffers()])
         for name, option in options.items():
-            setattr(loss, name, option)
+            if name in held:  # which a module replaces by no number
+                held[name].data.fill_(option)
+            else:
+                setattr(loss, name, option)
         return loss
 
     def batch(
