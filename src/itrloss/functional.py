@@ -258,7 +258,7 @@ def info_nce_loss(
     anchors = _anchors(sim)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(anchors.dtype)  # its reciprocal in half types is inaccurate
-    elif not temperature:
+    elif not temperature > 0:
         raise ValueError(f"temperature: expected a number above 0, got {temperature}")
     scale = 1 / temperature
     negatives = hard_logsumexp(anchors, scale, hardness, below, guide)

@@ -33,13 +33,13 @@ def own_name(word: str) -> str:
 def in_own_words(
     function: Callable[..., object], words: Mapping[str, object], **own: object
 ) -> list[Any]:
-    """Return the arguments ``own`` of a function, with those ``words`` in their places that call
+    """Return the arguments ``own`` of a method, with those ``words`` in their places that call
     images queries, or texts documents.
 
     Raises:
         TypeError: for words of something else, and for an argument that is there by both names.
     """
-    name = function.__qualname__
+    name = f"{type(function.__self__).__name__}.{function.__name__}"  # type: ignore[attr-defined]
     for word, x in words.items():
         ours = own_name(word)
         if ours not in own:
