@@ -102,5 +102,8 @@ def test_a_learnt_temperature_that_overflows_is_an_error():
         loss.log_scale.fill_(5.3)
     with pytest.raises(ValueError, match=r"^temperature: expected at least q / 70 = 0.014"):
         loss(x, x.flip(0))
-    loss.max_scale = 70.0
-    assert loss(x, x.flip(0)).isfinite()
+    for q in torch.linspace(0.01, 1, 40).tolist():  # a limit is no error, however it is rounded
+        limited = RINCELoss(0.1, q=q, learnable=True, max_scale=70 / q)
+        with torch.no_grad():
+            limited.log_scale.fill_(9.0)
+        assert limited(x, x.flip(0)).isfinite()

@@ -62,7 +62,7 @@ class AdaptedLoss(WholeState):
             if not hasattr(part, "mining"):
                 continue
             if not on:
-                functional.check_mining("all", part.temperature)
+                functional.check_mining("all", getattr(part, "temperature", None))
                 self._mining.setdefault(part, part.mining)
                 part.mining = "all"
             elif part.mining == "all":
