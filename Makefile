@@ -62,7 +62,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 types: $(STAMP)
-	$(BIN)/pyright
+	$(BIN)/pyrefly check --min-severity error
 
 docs: $(STAMP)  ## warnings are errors; the snippets run while the pages are written
 	$(MAKE) --no-print-directory --jobs=2 snippets pages

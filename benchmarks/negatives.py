@@ -282,11 +282,12 @@ def chosen(search: Search) -> dict[str, Options]:
     alpha = alone["hardness"].hardness
     assert isinstance(alpha, float)
     sharper = round(1 / (1 / plain.temperature + alpha), 3)  # what hardness does to negatives
-    controls = {
-        "lower temperature": replace(plain, temperature=sharper),
-        "random": replace(plain, negatives=RANDOM, mined=False),
-    }
-    return {"plain": plain, **alone, **chosen_together(search, alone), **controls}
+    forms = {"plain": plain, **alone, **chosen_together(search, alone)}
+    forms["lower temperature"] = replace(plain, temperature=sharper)
+    forms["random"] = replace(plain, negatives=RANDOM, mined=False)
+    for form in ("plain", "hardness", "mined", "mined, hardness"):
+        forms[f"{form} at 0.07"] = replace(forms[form], temperature=0.07)  # the library's default
+    return forms
 
 
 def chosen_alone(search: Search, plain: Options) -> dict[str, Options]:
@@ -368,6 +369,9 @@ BASELINES = {  # further differences than those to plain InfoNCE
     "mined, filter": ("mined",),
     "mined, hardness": ("mined",),
     "all": ("mined",),
+    "hardness at 0.07": ("plain at 0.07",),
+    "mined at 0.07": ("plain at 0.07",),
+    "mined, hardness at 0.07": ("plain at 0.07", "mined at 0.07"),
 }
 
 

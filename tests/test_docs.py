@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.losses_registry import public_losses
+from support.pages import BLOCK, DOCS
 from support.processes import run
 from support.stored import assert_stored
 from support.versions import load, needs
@@ -22,7 +23,6 @@ from torch.utils._pytree import tree_flatten
 import itrloss
 from itrloss.engine.terms import Term
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
 SOURCES = [*DOCS.rglob("*.rst"), *(DOCS.parent / "src").rglob("*.py")]
 EQUATIONS = sorted(
     {
@@ -143,11 +143,8 @@ def recipes(rank: int) -> dict[str, float]:
     """Run the snippets on distributed losses, also those that need a process group, which are not
     doctests.
     """
-    page = (DOCS / "multi_gpu.rst").read_text(encoding="utf-8")
-    names, blocks = (
-        {},
-        re.findall(r"^.. (?:testcode::|code-block:: python)\n\n((?: {3}.*\n|\n)+)", page, re.M),
-    )
+    blocks = BLOCK.findall((DOCS / "multi_gpu.rst").read_text(encoding="utf-8"))
+    names = {}
     for block in blocks:
         exec(textwrap.dedent(block), names)
     rsum = names["metrics"]["rsum"]
@@ -174,7 +171,7 @@ def test_cyclic_terms_of_the_gallery_are_those_of_cyclip():
 def test_recipes_run_in_two_processes(tmp_path):
     first, second = run(recipes, tmp_path)
     assert first == second
-    assert first["blocks"] == 15
+    assert first["blocks"] == 16
 
 
 def resumed(rank: int, folder: str) -> dict[str, bool]:

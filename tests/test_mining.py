@@ -27,13 +27,13 @@ class Problem(NamedTuple):
     corpus_ids: Tensor
 
 
-def problem(queries=7, corpus=300, dtype=torch.float64):
+def problem(dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     return Problem(
-        queries=sample(queries, 6, dtype=dtype),
-        corpus=sample(corpus, 6, seed=1, dtype=dtype),
-        query_ids=torch.arange(queries),
-        corpus_ids=torch.randint(0, 12, (corpus,), generator=generator),
+        queries=sample(7, 6, dtype=dtype),
+        corpus=sample(300, 6, seed=1, dtype=dtype),
+        query_ids=torch.arange(7),
+        corpus_ids=torch.randint(0, 12, (300,), generator=generator),
     )
 
 
@@ -71,8 +71,12 @@ LIMIT_OF_EACH = torch.linspace(-0.9, 0.9, 7, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("turn", range(4))
-def test_negatives_are_those_of_the_whole_matrix(turn):
-    """Of scores that may tie, of ids or sets of labels of which some do not exist, with limits."""
+def test_negatives_are_those_of_the_whole_matrix(turn, monkeypatch):
+    """Of scores that may tie, of ids or sets of labels of which some do not exist, with limits.
+
+    Blocks may each beat those before, so that no score is ruled out by the best so far. Products
+    and candidates may be of a share of the queries at a time.
+    """
     for seed in range(40 * turn, 40 * turn + 40):
         draw = Draw("mining", seed)
         sizes = 7, draw.pick([1, 20, 130, 300, 700])
@@ -85,7 +89,13 @@ def test_negatives_are_those_of_the_whole_matrix(turn):
         k = draw.pick([1, 5, 20])
         normalize = not ties and draw.chance(0.5)
         below = draw.pick([None, 0.3, LIMIT_OF_EACH])
-        block = draw.pick([1, 64, 100, 128, 8192])
+        block = draw.pick([7, 64, 100, 128, 8192])
+        if draw.chance(0.3):
+            queries, corpus = vectors
+            queries[:, 0] = 100.0
+            corpus[:, 0] = torch.linspace(-1, 1, len(corpus), dtype=torch.float64)
+        monkeypatch.setattr("itrloss.mining._CROWD", draw.pick([4, 2**13]))
+        monkeypatch.setattr("itrloss.mining._TILE", draw.pick([2000, 2**21]))
         given = Problem(*vectors, *ids)
         found = mine_hard_negatives(*given, k=k, block=block, normalize=normalize, below=below)
         check(found, best(given, k, math.inf if below is None else below, normalize))
@@ -98,8 +108,8 @@ def test_negatives_are_those_of_the_whole_matrix(turn):
 )
 def test_a_score_equal_to_the_limit_is_left_out(below, of_second):
     corpus = torch.arange(6.0)[:, None]
-    ids = [0, 5], range(6)
-    found = mine_hard_negatives(torch.ones(2, 1), corpus, *ids, k=2, below=below, normalize=False)
+    given = torch.ones(2, 1), corpus, [0, 5], range(6)
+    found = mine_hard_negatives(*given, k=2, below=below, normalize=False, block=1)
     assert found.values.tolist() == [[2.0, 1.0], of_second]
 
 
@@ -128,6 +138,13 @@ def test_padding_is_no_id_that_all_have_in_common(as_sets):
         mine_hard_negatives(x, x, same, same, 2)
 
 
+def test_a_corpus_that_mostly_does_not_exist_is_warned_of():
+    given = problem()
+    ids = given.corpus_ids.masked_fill(torch.arange(300) % 3 > 0, IGNORE_ID)
+    with pytest.warns(UserWarning, match="67% of the corpus has no id but NO_ID"):
+        mine_hard_negatives(given.queries, given.corpus, given.query_ids, ids, 3)
+
+
 def test_a_corpus_may_be_a_file(tmp_path):
     """Half precision is scored in float32."""
     given = problem(dtype=torch.float32)
@@ -143,19 +160,6 @@ def test_a_corpus_may_be_a_file(tmp_path):
     rounded = half._replace(queries=half.queries.float(), corpus=half.corpus.float())
     check(found, best(rounded, 4))
     assert done == [(128, 300), (256, 300), (300, 300)]
-
-
-@pytest.mark.parametrize("limits", [None, 0.9 * torch.linspace(-1, 1, 300, dtype=torch.float64)])
-@pytest.mark.parametrize("block", [512, 8192])
-def test_blocks_may_each_beat_those_before(block, limits):
-    """No score is ruled out by the best so far; candidates are looked into for a share of the
-    queries at a time.
-    """
-    given = problem(queries=300, corpus=4000)
-    given.queries[:, 0] = 100.0
-    given.corpus[:, 0] = torch.linspace(-1, 1, 4000, dtype=torch.float64)
-    found = mine_hard_negatives(*given, k=7, block=block, below=limits)
-    check(found, best(given, 7, math.inf if limits is None else limits))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ case; ``AnswerCase(name, seed)`` and ``LossCase(name, seed)`` draw it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -28,13 +28,31 @@ from itrloss.engine import relation
 
 DRAWS = 6  # of an answer or a loss in each test
 
+
+@pytest.fixture
+def draws(turn: int, pytestconfig: pytest.Config) -> Callable[[int], range]:
+    """The seeds of a turn, ``draws(number)``: a third of them in ``--fast``."""
+    share = 3 if pytestconfig.getoption("fast") else 1
+    return lambda number: range(turn * number, turn * number + number // share)
+
+
+@pytest.fixture
+def nans_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A nan on the way of a backward pass is an error, which names no lines: they take time."""
+    monkeypatch.setattr("torch.fx.traceback.format_stack", list, raising=False)
+    with torch.autograd.set_detect_anomaly(True):
+        yield
+
+
 # ----------------------------------------------------------------------------------------- answers
 
 
 @pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("name", ASKED)
-def test_answers_of_random_batches_are_those_of_the_reference(name, turn, poisoned, monkeypatch):
-    for seed in range(turn * DRAWS, (turn + 1) * DRAWS):
+def test_answers_of_random_batches_are_those_of_the_reference(
+    name, turn, draws, poisoned, monkeypatch
+):
+    for seed in draws(DRAWS):
         case = AnswerCase(name, seed)
         workings = draw_workings(case.draw, monkeypatch)
         wanted = case.outcome("reference")
@@ -54,12 +72,12 @@ def slope(grads: Iterable[Tensor], direction: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("turn", range(6))
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_of_random_batches_are_those_of_loops(name, turn, poisoned, monkeypatch):
-    for seed in range(turn * DRAWS, (turn + 1) * DRAWS):
+@pytest.mark.usefixtures("poisoned", "nans_found")
+def test_losses_of_random_batches_are_those_of_loops(name, turn, draws, monkeypatch):
+    for seed in draws(DRAWS):
         case = LossCase(name, seed)
         about = f"{case}, {draw_workings(case.draw, monkeypatch)}"
-        with torch.autograd.set_detect_anomaly(case.draw.chance(0.3)):  # a nan on the way
-            found = case.outcome(case.engine, **case.switches)
+        found = case.outcome(case.engine, **case.switches)
         assert_equal(found, case.outcome("dense"), about, tolerance=1e-8)
         if not case.is_in_loops:
             continue
@@ -77,8 +95,10 @@ def test_losses_of_random_batches_are_those_of_loops(name, turn, poisoned, monke
 @pytest.mark.parametrize("turn", range(2))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_in_lower_precision_are_those_of_the_rounded_input(name, dtype, turn, monkeypatch):
-    for seed in range(turn * DRAWS // 2, (turn + 1) * DRAWS // 2):
+def test_losses_in_lower_precision_are_those_of_the_rounded_input(
+    name, dtype, turn, draws, monkeypatch
+):
+    for seed in draws(DRAWS // 2):
         case = LossCase(name, seed)
         case.form = "embeddings"
         case.common.pop("normalize", None)  # as inner products leave the range of some losses
@@ -114,9 +134,9 @@ def values_and_gradients(values: Any, leaves: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("turn", range(20))
-def test_infonce_with_random_options_is_that_of_loops(turn, poisoned, monkeypatch):
+def test_infonce_with_random_options_is_that_of_loops(turn, draws, poisoned, monkeypatch):
     """With the gradient of the temperature."""
-    for seed in range(30 * turn, 30 * turn + 30):
+    for seed in draws(30):
         case = InfoNCECase(seed)
         loss = case.loss(case.draw.pick(["auto", "dense", "tiled"])).double()
         about = f"{case}, {loss.engine}, {draw_workings(case.draw, monkeypatch)}"
@@ -131,9 +151,9 @@ def test_infonce_with_random_options_is_that_of_loops(turn, poisoned, monkeypatc
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("turn", range(2))
-def test_infonce_with_random_options_in_lower_precision(turn, dtype, monkeypatch):
+def test_infonce_with_random_options_in_lower_precision(turn, draws, dtype, monkeypatch):
     """Rounded input is the exact input of both; near a limit, rounding may decide who counts."""
-    for seed in range(30 * turn, 30 * turn + 30):
+    for seed in draws(30):
         case = InfoNCECase(seed)
         engine = case.draw.pick(["auto", "dense", "tiled"])
         about = f"{case}, {engine}, {draw_workings(case.draw, monkeypatch)}"
@@ -198,13 +218,20 @@ def assert_shared(
 # How many processes there are, and whether each lists its positives.
 JOBS = [
     *((turn, 2, torch.float64, True) for turn in range(6)),
-    *(pytest.param(turn, 3, torch.float64, True, marks=pytest.mark.slow) for turn in range(6, 10)),
-    pytest.param(10, 2, torch.float64, False, marks=pytest.mark.slow),
-    pytest.param(11, 2, torch.float32, True, marks=pytest.mark.slow),
+    *((turn, 3, torch.float64, True) for turn in range(6, 10)),
+    (10, 2, torch.float64, False),
+    (11, 2, torch.float32, True),
 ]
+TURNS = [(turn,) for turn in range(6)]
 
 
-@pytest.mark.parametrize(("turn", "world", "dtype", "lists"), JOBS)
+def slow_but_first(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The cases of a test in processes, of which ``--fast`` has the first one."""
+    slow = [pytest.param(*case, marks=pytest.mark.slow) for case in cases[1:]]
+    return [cases[0], *slow]
+
+
+@pytest.mark.parametrize(("turn", "world", "dtype", "lists"), slow_but_first(JOBS))
 def test_processes_have_the_losses_of_one(turn, world, dtype, lists, tmp_path):
     found = run(losses_of_a_process, tmp_path, turn, world, dtype, lists, world=world)
     parts = zip(*found, strict=True)
@@ -232,7 +259,7 @@ def infonce_of_a_process(rank: int, turn: int) -> list[list[Tensor]]:
     return [shared_infonce(case.of_process(rank), gather=True) for case in shared_options(turn)]
 
 
-@pytest.mark.parametrize("turn", range(6))
+@pytest.mark.parametrize(("turn",), slow_but_first(TURNS))
 def test_two_processes_have_infonce_of_one(turn, tmp_path):
     parts = zip(*run(infonce_of_a_process, tmp_path, turn), strict=True)
     for case in shared_options(turn):
@@ -253,7 +280,7 @@ def answers_of_a_process(rank: int, turn: int) -> list[list[Tensor]]:
     return [[*case.shared_outcome(), *case.at_hand(), case.figures()] for case in cases]
 
 
-@pytest.mark.parametrize("turn", range(6))
+@pytest.mark.parametrize(("turn",), slow_but_first(TURNS))
 def test_two_processes_have_the_answers_of_one(turn, tmp_path):
     parts = run(answers_of_a_process, tmp_path, turn)
     for case, first, second in zip(shared_answers(turn), *parts, strict=True):

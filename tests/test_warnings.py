@@ -139,11 +139,11 @@ MEMORY_LOSSES = {
 def test_a_memory_that_stays_empty_is_noticed(name):
     loss = MEMORY_LOSSES[name]()
     assert not said(steps, loss, 99)
-    (message,) = said(steps, loss, 120)
+    (message,) = said(steps, loss, 9)
     assert message.startswith(f"{type(loss).__name__}: nothing was put into the memory before 100")
     assert "memory.enqueue(image_keys, text_keys, ids)" in message
-    assert not said(steps, MEMORY_LOSSES[name](), 120, batches=1)
-    assert not said(steps, MEMORY_LOSSES[name]().eval(), 120)
+    assert not said(steps, MEMORY_LOSSES[name](), 101, batches=1)
+    assert not said(steps, MEMORY_LOSSES[name]().eval(), 101)
 
 
 # ---------------------------------------------------------------------------- one call, one warning

@@ -55,7 +55,8 @@ class Record:
 def save(record: Record, path: Path) -> None:
     """Write a record; an existing file is replaced once all is written."""
     parts: list[str] = []
-    for key, value in dataclasses.asdict(record).items():
+    values: dict[str, Any] = dataclasses.asdict(record)
+    for key, value in values.items():
         if key in LISTS:
             rows = ",\n".join("  " + as_json(row) for row in value)
             parts.append(f' "{key}": [\n{rows}\n ]')

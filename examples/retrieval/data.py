@@ -454,7 +454,7 @@ class Batches:
         samples = shown.reshape(len(self), self.world, self.batch_size)
         loader: DataLoader[Any] = DataLoader(
             Samples(self, captions, epoch),
-            batch_sampler=samples[first_step:, self.rank].tolist(),
+            batch_sampler=[step.tolist() for step in samples[first_step:, self.rank]],
             collate_fn=Batch.of,
             num_workers=self.workers,
             generator=torch.Generator(),  # or it would draw from the generator of dropout

@@ -5,7 +5,7 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,12 @@ def build_loss(config: Config) -> nn.Module:
     if config.loss == "coder":
         options = {"dim": config.dim, "clusters": 200, **options}
     return LOSSES[config.loss](**options)
+
+
+def figures_of(criterion: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of the figures that a loss keeps of its last call; none if it keeps none."""
+    figures: Any = getattr(criterion, "telemetry", {})
+    return dict(figures)
 
 
 class Objective(nn.Module):
@@ -100,7 +106,7 @@ class Objective(nn.Module):
         if isinstance(criterion, itrloss.TripletLoss) and self.softly:
             criterion = itrloss.InfoNCELoss(TEMPERATURE, reduction=criterion.reduction, gather=True)
         value = criterion(*outputs, image_ids=image_ids, text_ids=text_ids)
-        return value, dict(getattr(self.criterion, "telemetry", {}))
+        return value, figures_of(self.criterion)
 
     @property
     def softly(self) -> bool:
@@ -138,7 +144,7 @@ class MemoryObjective(Objective):
         if isinstance(value, tuple):
             total, terms = value
             return total, terms._asdict()
-        return value, dict(getattr(self.criterion, "telemetry", {}))
+        return value, figures_of(self.criterion)
 
     def finish(self, ids: Tensor) -> None:
         """Enqueue the batch into the memory."""
@@ -159,7 +165,7 @@ class DVSEObjective(Objective):
     leave in AdamW make the following steps too small.
     """
 
-    criterion: itrloss.DVSEObjective
+    criterion: itrloss.DVSEObjective  # type: ignore[assignment]
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -319,7 +319,7 @@ def draw_heat_maps(grid: Grid, table: Table, rows: Rows) -> Drawn:
     view = views(model)[0]
     texts = encode(view, split, words)[1]
     rng = np.random.default_rng(SEED)
-    chosen = rng.permutation(len(split.features))[:PICTURES].tolist()
+    chosen = [int(image) for image in rng.permutation(len(split.features))[:PICTURES]]
     heads = config.heads
     figure, panels = new_panels(len(chosen), 1 + heads, 2.4, 3.0)
     lines: Lines = [("image", "head", "region", "similarity")]

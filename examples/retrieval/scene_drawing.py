@@ -147,7 +147,7 @@ def _draw_waves(draw: ImageDraw.ImageDraw, rng: np.random.Generator, waves: _Wav
     xs = np.arange(-4, SIDE + 8, 4)
     for level in range(10, SIDE, waves.distance):
         ys = level + waves.height * np.sin(xs / 11 + rng.uniform(0, 6.3))
-        draw.line(list(zip(xs.tolist(), ys.tolist(), strict=True)), waves.ink, waves.width)
+        draw.line(np.column_stack([xs, ys]).ravel().tolist(), waves.ink, waves.width)
 
 
 def render(scene: Scene) -> Image.Image:

@@ -145,7 +145,7 @@ def _propose_scene(rng: np.random.Generator, family: int) -> Scene:
     count = int(rng.choice((2, 3, 4, 5), p=(0.2, 0.3, 0.3, 0.2)))
     nested = count > 2 and rng.random() < 0.35
     objects: list[SceneObject] = []
-    for cell in rng.permutation(9)[: count - nested].tolist():
+    for cell in map(int, rng.permutation(9)[: count - nested]):
         objects.append(_propose_object(rng, cell, objects))
     if nested:
         x = _fitted(objects[0].x, "large")
@@ -188,7 +188,8 @@ def _vary(scene: Scene, rng: np.random.Generator) -> Scene:
             return scene
     else:
         values = {"colour": tuple(COLOURS), "shape": SHAPES, "size": tuple(RADII)}[attribute]
-        new = replace(old, **{attribute: _pick(rng, values)})
+        change: dict[str, Any] = {attribute: _pick(rng, values)}
+        new = replace(old, **change)
     return replace(scene, objects=(*scene.objects[:which], new, *scene.objects[which + 1 :]))
 
 

@@ -31,7 +31,7 @@ def table(found: Sequence[Experiment], split: str) -> str:
     heads = [(arrow, f"R@{k}") for arrow in ARROWS.values() for k in (1, 5, 10)]
     heads = [(" ", "seeds"), *heads, ("", "RSUM")]
     names = []
-    rows = []
+    rows: list[dict[tuple[str, str], object]] = []
     for experiment in found:
         for when, name in (("before", experiment.name), ("after", "  re-ranked")):
             texts = [cell(experiment.values(split, when, figure)) for figure in FIGURES]

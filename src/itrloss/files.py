@@ -47,6 +47,9 @@ pickle.dump(plain, sys.stdout.buffer)
 """
 
 
+_Reader = Callable[[Path], object]
+
+
 class Source(NamedTuple):
     """A file, and the name of an array or a column in it, if one was given."""
 
@@ -95,7 +98,7 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
         ImportError: if a package is missing that reads the format.
     """
     path = Path(path)
-    matrix = _tensor(path, _read(path, key))
+    matrix = _tensor(path, _read(path, key, {".csv": _read_csv}))
     if matrix.ndim != 2 or 0 in matrix.shape:
         raise ValueError(
             f"{path}: expected a matrix with rows and columns, got shape {tuple(matrix.shape)}"
@@ -186,7 +189,8 @@ def read_ids(path: str | Path, key: str | None = None) -> np.ndarray:
             to tell one integer from the next, such as 2**24 in float32.
     """
     path = Path(path)
-    content = _saved_ids(path, key)
+    of_text = {".csv": lambda path: {key: _csv_column(path, key)}, ".txt": _words_or_lines}
+    content = _read(path, key, of_text)
     if isinstance(content, np.ndarray) and content.dtype.kind == "U":
         return _ids_of_texts(path, content.ravel())
     ids = _tensor(path, content)
@@ -203,19 +207,13 @@ def read_ids(path: str | Path, key: str | None = None) -> np.ndarray:
     return as_int64(str(path), ids.flatten()).numpy()
 
 
-def _saved_ids(path: Path, key: str | None) -> object:
-    """Return the ids in a file as they are: in files of text, an array of strings."""
-    if _suffix(path) == ".csv":
-        with _reading(path):
-            return _csv_column(path, key)
-    if _suffix(path) == ".txt":
-        _check_unnamed(path, key)
-        text = _text(path).strip()
-        words = text.split()
-        if all(map(_INTEGER.fullmatch, words)):
-            return np.array(words, dtype=str)
-        return np.array([line.strip() for line in text.split("\n")])
-    return _read(path, key)
+def _words_or_lines(path: Path) -> np.ndarray:
+    """Return the strings in a text file: its words if they are integers, or else its lines."""
+    text = path.read_text(encoding=_TEXT).strip()
+    words = text.split()
+    if all(map(_INTEGER.fullmatch, words)):
+        return np.array(words, dtype=str)
+    return np.array([line.strip() for line in text.split("\n")])
 
 
 def _ids_of_texts(path: Path, ids: np.ndarray) -> np.ndarray:
@@ -244,18 +242,8 @@ def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
     shape. An empty ``.txt`` file has no pairs.
     """
     path = Path(path)
-    if _suffix(path) == ".txt":
-        _check_unnamed(path, key)
-        words = [line.split() for line in _text(path).splitlines() if line.strip()]
-        with _reading(path):
-            table = np.array(words or np.empty((0, 2)), dtype=float)
-            pairs = torch.from_numpy(table)
-    elif _suffix(path) == ".csv":
-        _check_unnamed(path, key)
-        with _reading(path):
-            pairs = torch.from_numpy(_read_csv(path, numbered=False))
-    else:
-        pairs = _tensor(path, _read(path, key)).double()
+    of_text = {".csv": partial(_read_csv, numbered=False), ".txt": _rows_of_words}
+    pairs = _tensor(path, _read(path, key, of_text)).double()
     if pairs.ndim != 2 or pairs.shape[1] not in (2, 3):
         expected = "an image and a text a line, and perhaps a grade"
         raise ValueError(f"{path}: expected {expected}, got shape {tuple(pairs.shape)}")
@@ -264,32 +252,46 @@ def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
     return pairs
 
 
+def _rows_of_words(path: Path) -> np.ndarray:
+    """Return the numbers in a text file, a row a line; of an empty one, no pairs."""
+    lines = path.read_text(encoding=_TEXT).splitlines()
+    rows = [line.split() for line in lines if line.strip()]
+    return np.array(rows or np.empty((0, 2)), dtype=float)
+
+
 def read_lines(path: str | Path) -> list[str]:
     """Return the lines of a text file, split at newlines only: other Unicode line separators stay
     in them.
     """
-    text = _text(Path(path))
+    path = Path(path)
+    with _reading(path):
+        text = path.read_text(encoding=_TEXT)
     return text.removesuffix("\n").split("\n") if text else []
 
 
 # ------------------------------------------------------------------------------------------ formats
 
 
-def _read(path: Path, key: str | None) -> object:
-    """Return the array named ``key`` in a file, or by default ``sims`` or the only one."""
+def _read(path: Path, key: str | None, of_text: Mapping[str, _Reader]) -> object:
+    """Return the array named ``key`` in a file, or by default ``sims`` or the only one.
+
+    ``of_text`` has the readers of formats by suffix in which matrices, ids and pairs differ.
+    """
     path.stat()  # of a file that is missing, the suffix does not matter
     suffix = _suffix(path)
-    if suffix not in _READERS:
-        names = ", ".join("*" + s for s in _READERS)
+    readers = {**_READERS, **of_text}
+    if suffix not in readers:
+        names = ", ".join("*" + s for s in (*_READERS, ".csv"))
         raise ValueError(f"{path}: expected a file named {names}; *.txt has ids or pairs")
-    if path.is_file() and path.stat().st_size == 0:
+    if path.is_file() and path.stat().st_size == 0 and suffix != ".txt":
         raise ValueError(f"{path}: the file is empty")
     with _reading(path):
-        content = _READERS[suffix](path)
+        content = readers[suffix](path)
         if isinstance(content, Mapping):
             content = content[_array_name(path, content, key)]
-        else:
-            _check_unnamed(path, key)
+        elif key is not None:
+            expected = "expected no name, as the file has one array"
+            raise ValueError(f"{path}: {expected}, got {key!r}")
         return _plain(content)
 
 
@@ -314,12 +316,6 @@ def _reading(path: Path) -> Iterator[None]:
             raise
         text = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{path}: not a readable {_suffix(path)} file: {text}") from None
-
-
-def _check_unnamed(path: Path, key: str | None) -> None:
-    """Raise a ValueError for the name of an array in a file that has one without a name."""
-    if key is not None:
-        raise ValueError(f"{path}: expected no name, as the file has one array, got {key!r}")
 
 
 def _array_name(path: Path, content: Mapping[str, Any], key: str | None) -> str:
@@ -462,12 +458,6 @@ def _is_header(head: list[str], numbered: bool) -> bool:
     return numbered and len(head) > 1 and np.array_equal(numbers, np.arange(len(head)))
 
 
-def _text(path: Path) -> str:
-    """Return the text of a file, without a byte order mark."""
-    with _reading(path):
-        return path.read_text(encoding=_TEXT)
-
-
 def _read_torch(path: Path) -> object:
     """Return the tensors, and containers of them, of a file of ``torch.save``."""
     try:
@@ -485,7 +475,7 @@ def _read_pickle(path: Path) -> object:
         return _unpickled(file)
 
 
-_READERS: dict[str, Callable[[Path], object]] = {
+_READERS: dict[str, _Reader] = {
     ".npy": _read_npy,
     ".npz": np.load,  # which refuses Python objects
     ".pt": _read_torch,
@@ -497,8 +487,7 @@ _READERS: dict[str, Callable[[Path], object]] = {
     ".mat": _read_mat,
     ".h5": _read_hdf5,
     ".hdf5": _read_hdf5,
-    ".json": lambda path: json.loads(_text(path)),
-    ".csv": _read_csv,
+    ".json": lambda path: json.loads(path.read_text(encoding=_TEXT)),
 }
 
 

@@ -450,8 +450,10 @@ def triplet_loss(
     shift = anchors.hardest_negatives().values + margin
     if mining == "batch-hard":
         lead = shift - lowest_positives(anchors)
-        soft = lead if temperature is None else lead / temperature
-        values = soft.relu() if temperature is None else F.softplus(soft, threshold=40)
+        if temperature is None:
+            values = lead.relu()
+        else:
+            values = F.softplus(lead / temperature, threshold=40)
         return anchors.reduce(values, reduction)
     if temperature is not None:
         term = softplus

@@ -376,9 +376,8 @@ def trains_others(result: object, inputs: Sequence[Tensor], sources: Sequence[Te
 def is_loss(result: object) -> bool:
     """Return whether a result is a 0-dim tensor with a gradient, and others without."""
     leaves, _ = tree_flatten(result)
-    if not all([isinstance(x, Tensor) and x.is_floating_point() for x in leaves]):
-        return False
-    if not leaves:
+    are_numbers = [isinstance(x, Tensor) and x.is_floating_point() for x in leaves]
+    if not leaves or not all(are_numbers):
         return False
     loss, *others = leaves
     return loss.dim() == 0 and loss.requires_grad and not trained(others)

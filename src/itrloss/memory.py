@@ -534,7 +534,10 @@ def ids_of_anchors(relation: Relation) -> tuple[Tensor, Tensor]:
         image_ids = text_ids
     if image_ids is None:  # those of the texts, if there are any, are numbers of images
         image_ids = torch.arange(relation.shape[0], device=relation.device)
-    return image_ids, image_ids if text_ids is None else text_ids
+    of_images = image_ids.to(relation.device)
+    if text_ids is None or text_ids is image_ids:
+        return of_images, of_images
+    return of_images, text_ids.to(relation.device)
 
 
 def sides_of_table(

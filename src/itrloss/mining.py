@@ -25,7 +25,7 @@ from .engine.inputs import even_chunks
 from .engine.products import full_float32, matmul
 from .engine.related import label_sets
 from .engine.relation import IGNORE_ID, slots
-from .engine.vectors import compute_dtype, full_precision, normalized
+from .engine.vectors import full_precision, normalized
 from .similarity import TopK
 
 _NAMES = Names("queries", "corpus", "query_ids", "corpus_ids")
@@ -75,38 +75,37 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     Raises:
         TypeError, ValueError: naming the argument, also for nan or infinite embeddings.
     """
-    query_vectors: Tensor = from_numpy(queries)
-    check_matrix("queries", query_vectors, "(Q, D)", check_finite=True)
+    vectors: Tensor = from_numpy(queries)
+    check_matrix("queries", vectors, "(Q, D)", check_finite=True)
     k = as_size("k", k)
     block = as_size("block", block)
     shape = tuple(getattr(corpus, "shape", ()))
-    if len(shape) != 2 or shape[1] != query_vectors.shape[1]:
+    if len(shape) != 2 or shape[1] != vectors.shape[1]:
         raise ValueError(
-            f"corpus: expected shape (N, {query_vectors.shape[1]}) as the queries, got {shape}"
+            f"corpus: expected shape (N, {vectors.shape[1]}) as the queries, got {shape}"
         )
-    size = len(query_vectors)
+    size = len(vectors)
     total = len(corpus)
-    device = query_vectors.device
-    dtype = compute_dtype(query_vectors)
-    labels, corpus_labels = _labels_of_both(query_ids, corpus_ids, size, total, device)
-    limits = None if below is None else _limits(below, size, dtype, device)
-    values = query_vectors.new_full((size, k), -torch.inf, dtype=dtype)
+    vectors = normalized(vectors, normalize)
+    labels, corpus_labels = _labels_of_both(query_ids, corpus_ids, size, total, vectors.device)
+    values = vectors.new_full((size, k), -torch.inf)
     best = TopK(values, torch.full_like(values, -1, dtype=torch.int64))
-    search = _Search(normalized(query_vectors, normalize), labels, limits, best)
-    for start, end in _blocks(total, block):
-        vectors: Tensor = from_numpy(corpus[start:end])
-        check_matrix("corpus", vectors, "(N, D)")
-        require_finite(f"corpus[{start}:{end}]", vectors)
-        vectors = normalized(vectors.to(device), normalize).to(dtype)
-        _search_block_(search, vectors, corpus_labels[start:end], start)
+    search = _Search(vectors, labels, _limits(below, vectors), best)
+    for start, some in _blocks(corpus, block):
+        end = start + len(some)
+        some = normalized(some.to(vectors.device), normalize).to(vectors.dtype)
+        _search_block_(search, some, corpus_labels[start:end], start)
         if progress is not None:
             progress(end, total)
     return best
 
 
-def _limits(below: float | Tensor, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the (Q,) scores that negatives have to score below, checked."""
-    limits = as_tensor("below", below, size, dtype, device).expand(size)
+def _limits(below: float | Tensor | None, queries: Tensor) -> Tensor | None:
+    """Return the (Q,) scores that negatives of the queries (Q, D) have to score below, checked."""
+    if below is None:
+        return None
+    size = len(queries)
+    limits = as_tensor("below", below, size, queries.dtype, queries.device).expand(size)
     if bool(limits.isnan().any()):
         raise ValueError("below: expected numbers, got nan, below which there is nothing")
     return limits
@@ -124,9 +123,16 @@ def _labels_of_both(
 
 
 def _warn_of_labels(labels: Tensor, corpus_labels: Tensor) -> None:
-    """Warn if labels leave out nothing, so that right answers are mined, or everything."""
+    """Warn if labels leave out nothing, so that right answers are mined, or most of the corpus."""
+    exist = corpus_labels != IGNORE_ID
+    missing = len(corpus_labels) - int(exist.any(1).sum())
+    if 2 * missing > len(corpus_labels):
+        warn(
+            f"corpus_ids: {missing / len(corpus_labels):.0%} of the corpus has no id but NO_ID, so that it does not "
+            "exist, and is no negative. What matches no query needs an id, such as -1"
+        )
     own = labels[labels != IGNORE_ID]
-    of_corpus = corpus_labels[corpus_labels != IGNORE_ID]
+    of_corpus = corpus_labels[exist]
     if len(own) == 0 or len(of_corpus) == 0:
         return
     if not bool(torch.isin(own, of_corpus).any()):
@@ -138,12 +144,16 @@ def _warn_of_labels(labels: Tensor, corpus_labels: Tensor) -> None:
         warn("query_ids, corpus_ids: all are the same, so that there are no negatives")
 
 
-def _blocks(total: int, block: int) -> Iterator[tuple[int, int]]:
-    """Yield where each block begins and ends; the first ones are smaller."""
+def _blocks(corpus: Tensor | np.ndarray, block: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield where each block begins, and its embeddings, checked; the first ones are smaller."""
+    total = len(corpus)
     start = 0
     while start < total:
         end = min(total, start + min(block, max(_FIRST, start)))
-        yield start, end
+        vectors: Tensor = from_numpy(corpus[start:end])
+        check_matrix("corpus", vectors, "(N, D)")
+        require_finite(f"corpus[{start}:{end}]", vectors)
+        yield start, vectors
         start = end
 
 
@@ -216,11 +226,10 @@ def _search_scores_(
 
 def _are_negative(labels: Tensor, others: Tensor) -> Tensor:
     """Return (P,) whether pairs of entries that exist share no label, of (P, k) and (P, l)."""
-    exist = (labels != IGNORE_ID).any(1) & (others != IGNORE_ID).any(1)
-    negative = exist
+    negative = (labels != IGNORE_ID).any(1) & (others != IGNORE_ID).any(1)
     for label in labels.unbind(1):
         share = (label[:, None] == others).any(1) & (label != IGNORE_ID)
-        negative = negative & ~share
+        negative &= ~share
     return negative
 
 

@@ -326,7 +326,10 @@ class Similarity(Anchors):
 
     @property
     def embeddings(self) -> tuple[Tensor, Tensor] | None:
-        """The (N, D) rows and (M, D) columns that were passed in; None for precomputed scores."""
+        """The (N, D) rows and (M, D) columns that were passed in; None for precomputed scores.
+
+        Of a shared batch, this process's rows and the columns of all, each with its padding.
+        """
         if self._matrix.embeddings is None:
             return None
         rows, cols = self._matrix.embeddings
@@ -375,14 +378,20 @@ class Similarity(Anchors):
     def ids(self) -> Ids:
         """The (N,) and (M,) int64 ids that were passed in, where they alone say who matches; None
         where they were left out, and with sets of labels, groups or a matrix of matches.
+
+        Of a shared batch they belong to :attr:`embeddings`; padding has ``itrloss.NO_ID``.
         """
-        rows, cols = self._matrix.relation.ids_as_passed
+        relation = self._matrix.relation
+        rows, cols = [None if x is None else x.to(self.device) for x in relation.ids_as_passed]
         return self._turned(rows, cols)
 
     @property
-    def own_ids(self) -> tuple[Tensor, Tensor]:
-        """The int64 ids of this process's rows and columns; for a shared batch."""
-        assert self.share is not None
+    def own_ids(self) -> Ids:
+        """The int64 ids of this process's rows and columns, without padding; of a batch that is not
+        shared, :attr:`ids`.
+        """
+        if self.share is None:
+            return self.ids
         processes = self.share.processes
         n, m = self.share.unpadded
         row_ids, col_ids = processes.ids

@@ -61,7 +61,7 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
         "gap": _ratio(both, gaps, valid),
         "active": _ratio(both, near, counts * valid),
     }
-    exists = both.positive_counts + both.negative_counts > 0  # padding does not
+    exists = counts + both.negative_counts > 0  # padding does not
     of_rows, of_cols = both.split(exists)
     for name, view, own, other in (
         ("i2t", sim, of_rows, of_cols),

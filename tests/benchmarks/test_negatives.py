@@ -46,7 +46,7 @@ def test_trainings_are_kept_and_options_chosen_by_the_development_split(
     rows = json.loads((out / "negatives.json").read_text())["rows"]
     assert rows == first["rows"]
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
-    assert [row["split"] for row in rows] == ["dev"] * 18 + ["test"] * 20
+    assert [row["split"] for row in rows] == ["dev"] * 18 + ["test"] * 28
     expect_chosen(rows)
 
 

@@ -47,19 +47,15 @@ def test_gains_are_ratios_and_only_answered_queries_count():
 
 
 def test_captions_wrap_beside_their_numbers(saved):
-    """A row is as wide as the screen, so that no rank is out of sight."""
-    caption = "a dog that runs along the shore " * 5
+    """A row is as wide as the screen, so that no rank is out of sight. Lines are split at newlines
+    only.
+    """
+    caption = "a dog that runs\u2028along the shore\x85 " * 5
     Path("captions.txt").write_text(f"{caption}\n" * (N * C), encoding="utf-8")
     names = ("--text-names", "captions.txt", "--report", "r.html")
     assert run("rerank", "sims.npy", "--methods", "csls", *names) == 0
     cells = re.findall(r"<(t[hd][^>]*)>(?:<div>)?a dog", Path("r.html").read_text("utf-8"))
     assert cells and set(cells) == {'th class="text" scope="row"'}
-
-
-def test_names_of_texts_are_split_at_newlines_only(saved):
-    Path("captions.txt").write_text("a\u2028dog\x85\n" * (N * C), encoding="utf-8")
-    names = ("--text-names", "captions.txt", "--report", "r.html")
-    assert run("rerank", "sims.npy", "--methods", "fast", *names) == 0
 
 
 def test_without_the_extra_a_report_is_refused_before_the_work(saved, capsys, monkeypatch):

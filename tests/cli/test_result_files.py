@@ -87,8 +87,8 @@ def test_results_have_the_permissions_of_any_new_file(mask, mode, saved):
         os.umask(before)
 
 
-@pytest.mark.parametrize("name", [b"s_\xe9.npy", b"\xff.npy", b"a\xc3.npy", "模.npy".encode()])
-def test_names_of_files_may_be_of_another_system(name: bytes, saved):
+def test_names_of_files_may_be_of_another_system(saved):
+    name = b"\xff s_\xe9 a\xc3 " + "模.npy".encode()
     path = os.fsdecode(name)
     np.save(path, scores(2))
     few = ("--samples", 9, "--metrics", "m.csv", "--report", "r.html", "--latex", "t.tex")
@@ -99,17 +99,24 @@ def test_names_of_files_may_be_of_another_system(name: bytes, saved):
         assert shown in Path(result).read_text(encoding="utf-8")
 
 
+LATEX = ("rerank", "sims.npy", "--methods", "csls", "--samples", "9", "--latex", "t.tex")
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_results_are_written_though_nothing_can_be_said(closed: str, saved, monkeypatch):
+    monkeypatch.setattr(sys, closed, None)  # as Python does at its start
+    assert run(*LATEX) == 0
+    assert Path("t.tex").read_text().endswith("\\end{tabular}\n}\n")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("closed", ["out", "err", "both"])
-def test_results_are_written_though_nothing_can_be_said(closed: str, saved):
+def test_results_are_written_though_all_is_closed(saved):
     code = """
 import os, sys
-for stream in {"out": (1,), "err": (2,), "both": (1, 2)}[sys.argv.pop(1)]:
-    os.close(stream)
+os.closerange(1, 3)
 os.execv(sys.executable, [sys.executable, "-m", "itrloss", *sys.argv[1:]])"""
-    command = ["rerank", "sims.npy", "--methods", "csls", "--samples", "9", "--latex", "t.tex"]
-    done = subprocess.run([sys.executable, "-c", code, closed, *command], capture_output=True)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-c", code, *LATEX])
+    assert done.returncode == 0
     assert Path("t.tex").read_text().endswith("\\end{tabular}\n}\n")
 
 
@@ -187,24 +194,23 @@ def test_on_a_full_disk_queries_are_those_of_before(tmp_path: Path, full_disk):
     assert path.read_text() == "of yesterday"
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["--latex t.tex", "--queries q.csv", "--metrics m.csv", "--out o.npz"],
-)
+RESULTS = ["--latex t.tex", "--queries q.csv", "--metrics m.csv", "--out o.npz"]
+
+
 @pytest.mark.parametrize("mode", [0o600, 0o640])
-def test_a_file_that_is_replaced_keeps_its_permissions(option: str, mode: int, saved):
-    path = Path(option.split()[1])
-    path.write_text("mine")
-    path.chmod(mode)
-    assert run("rerank", "sims.npy", "--methods", "fast", "--samples", 9, *option.split()) == 0
-    assert path.read_bytes() != b"mine"
-    assert path.stat().st_mode & 0o777 == mode
+def test_files_that_are_replaced_keep_their_permissions(mode: int, saved):
+    options = " ".join(RESULTS).split()
+    paths = [Path(name) for name in options[1::2]]
+    for path in paths:
+        path.write_text("mine")
+        path.chmod(mode)
+    assert run("rerank", "sims.npy", "--methods", "fast", "--samples", 9, *options) == 0
+    for path in paths:
+        assert path.read_bytes() != b"mine"
+        assert path.stat().st_mode & 0o777 == mode
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["--latex t.tex", "--queries q.csv", "--metrics m.csv", "--out o.npz", "--report r.html"],
-)
+@pytest.mark.parametrize("option", [*RESULTS, "--report r.html"])
 def test_a_file_that_is_read_only_is_refused_before_the_work(option: str, saved, capsys):
     path = Path(option.split()[1])
     path.write_text("mine")

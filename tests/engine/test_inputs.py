@@ -10,16 +10,14 @@ from itrloss import Similarity
 
 def test_auto_visits_tiles_from_a_size_on():
     v, w = embeddings(300, 300, dtype=torch.float32)
-    small = Similarity(v[:256], w[:256])
-    assert small.engine == "tiled"
-    large = Similarity(v, w)
-    assert large.engine == "tiled"
-    in_double = Similarity(v.double(), w.double())
-    assert in_double.engine == "tiled"
-    of_scores = Similarity.from_scores(torch.rand(300, 300))
-    assert of_scores.engine == "tiled"
-    tiled = Similarity(v, w, engine="tiled")
-    assert "tiled" in repr(tiled)
+    every = (
+        Similarity(v[:256], w[:256]),
+        Similarity(v, w),
+        Similarity(v.double(), w.double()),
+        Similarity.from_scores(torch.rand(300, 300)),
+    )
+    assert all(sim.engine == "tiled" for sim in every)
+    assert "tiled" in repr(Similarity(v, w, engine="tiled"))
 
 
 # ------------------------------------------------------------------------------------------- biases

@@ -10,6 +10,8 @@ from support.losses_registry import IN_LOOPS, where
 from support.versions import needs
 
 import itrloss
+from benchmarks.launches import Operators
+from itrloss.engine import related
 from itrloss.engine.relation import Numbers, Relation
 from itrloss.engine.terms import hinge, log1p_relu
 
@@ -66,20 +68,30 @@ def backward(found: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> bool:
     return on_the_device and has_gradient == [bool(differentiable)] * len(leaves)
 
 
-@pytest.mark.parametrize("name", OF_PAIRS)
-def test_losses_wait_for_nothing(name, engine):
-    entry = OF_PAIRS[name]
-    for m, ids, dtype in ((N, (), torch.float32), (M, numbers(N, M), torch.bfloat16)):
-        images = given(N, D, dtype=dtype)
-        texts = given(m, D, dtype=dtype)
-        if ids and entry.lists_positives:
-            continue  # see docs/engines.rst
-        loss = entry.make(engine=engine).to("meta")
-        value = loss(images, texts, *ids)
-        value.backward()
-        assert images.grad is not None
-        assert texts.grad is not None
-        assert images.grad.is_meta
+# Losses, and whether pairs have ids, which some losses wait for (see docs/engines.rst).
+OF_BATCHES = [
+    (name, with_ids)
+    for name, entry in OF_PAIRS.items()
+    for with_ids in (False, True)
+    if not (with_ids and entry.lists_positives)
+]
+
+
+def step(name: str, engine: str, m: int, ids: list[torch.Tensor], dtype: torch.dtype) -> None:
+    """Take a step with N images and m texts."""
+    images = given(N, D, dtype=dtype)
+    texts = given(m, D, dtype=dtype)
+    loss = OF_PAIRS[name].make(engine=engine).to("meta")
+    value = loss(images, texts, *ids)
+    assert backward((value,), images, texts)
+
+
+@pytest.mark.parametrize(("name", "with_ids"), OF_BATCHES)
+def test_losses_wait_for_nothing(name, with_ids, engine):
+    if with_ids:
+        step(name, engine, M, numbers(N, M), torch.bfloat16)
+    else:
+        step(name, engine, N, [], torch.float32)
 
 
 @pytest.fixture
@@ -98,16 +110,8 @@ def reads(monkeypatch):
 
 @pytest.mark.parametrize("name", OF_PAIRS)
 def test_losses_wait_once_to_list_positives(name, engine, reads):
-    entry = OF_PAIRS[name]
-    images = given(N, D, dtype=torch.bfloat16)
-    texts = given(M, D, dtype=torch.bfloat16)
-    loss = entry.make(engine=engine).to("meta")
-    value = loss(images, texts, *numbers(N, M))
-    value.backward()
-    assert images.grad is not None
-    assert texts.grad is not None
-    assert images.grad.is_meta
-    waits = entry.lists_positives or (engine != "dense" and name not in OF_SUMS)
+    step(name, engine, M, numbers(N, M), torch.bfloat16)
+    waits = OF_PAIRS[name].lists_positives or (engine != "dense" and name not in OF_SUMS)
     assert len(reads) == (1 if waits else 0)
 
 
@@ -169,3 +173,55 @@ def test_reading_a_number_is_seen():
     sim = itrloss.Similarity(given(N, D), given(M, D), *numbers(N, M))
     with pytest.raises(RuntimeError, match="meta"):
         sim.ranks()
+
+
+def launches(loss: torch.nn.Module, *arguments: object) -> int:
+    """Return how many operators of a step launch something, with N images and N texts."""
+    images = given(N, D)
+    texts = given(N, D)
+    with Operators() as operators:
+        loss(images, texts, *arguments).backward()
+    assert images.grad is not None and images.grad.is_meta
+    return operators.count
+
+
+@pytest.mark.parametrize("name", ["infonce learnable", "dcl entropy", "hal", "triplet"])
+def test_different_ids_on_the_cpu_spare_an_accelerator_the_masks(name):
+    """They are read before they are moved: what is left are a few operators of the CPU."""
+    loss = OF_PAIRS[name].make().to("meta")
+    ids = torch.arange(N).flip(0)
+    without_ids = launches(loss)
+    assert launches(loss, ids, ids.clone()) <= without_ids + 6
+    assert launches(loss, ids.tolist(), ids.numpy()) <= without_ids + 6
+    assert launches(loss, *numbers(N, N)) >= without_ids + 15
+
+
+@pytest.mark.parametrize("name", ["mdcl", "uto"])
+def test_different_ids_on_the_cpu_spare_a_memory_masks_of_the_batch(name):
+    memory = itrloss.CoupledMemory(K, D).to("meta")
+    loss = OF_MEMORIES[name].make().to("meta")
+    keys = given(N, D).detach(), given(N, D).detach()
+    ids = torch.arange(N)
+    of_device = launches(loss, *keys, memory, *numbers(N, N))
+    assert launches(loss, *keys, memory, ids, ids) <= of_device - 20
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_ids_of_one_side_may_be_on_the_cpu(place):
+    """Repeated ones, padding and sets of labels: what is kept is on the device."""
+    ids = torch.arange(N) // 2
+    ids[0] = itrloss.NO_ID
+    sets = torch.stack([ids, ids + 1], 1)
+    for rows, cols in ((ids, ids), (sets, ids), (ids, sets)):
+        sim = itrloss.Similarity(given(N, D), given(N, D), rows, cols.to(place))
+        kept = (*sim.pairs.ids, *sim.pairs.ignored, *sim.ids)
+        assert not sim.pairs.one_to_one
+        assert all(x is None or x.is_meta for x in kept)
+        itrloss.InfoNCELoss()(sim).backward()
+
+
+def test_a_recorded_graph_does_not_keep_what_ids_on_the_cpu_say(monkeypatch):
+    monkeypatch.setattr(related, "is_recorded", lambda device: True)
+    ids = torch.arange(N)
+    sim = itrloss.Similarity(given(N, D), given(N, D), ids, ids)
+    assert not sim.pairs.one_to_one

@@ -48,7 +48,7 @@ def siglip(v, w, scale=None):
     return sigmoid_loss(sim, 10.0 if scale is None else scale, -3.0)
 
 
-def trained(d=16, dtype=torch.float32):
+def trained(d=8, dtype=torch.float32):
     """Embeddings that get a gradient."""
     vectors = moved(*embeddings(12, 12, d, dtype=dtype))
     return [x.requires_grad_() for x in vectors]
@@ -59,12 +59,12 @@ def exact_leaves(*vectors):
     return [x.detach().cpu().double().requires_grad_() for x in vectors]
 
 
-@pytest.mark.parametrize("held", [2**27, 4 * 24 * 16, 4 * 24 * 16 - 1])
+@pytest.mark.parametrize("held", [2**27, 4 * 24 * 8, 4 * 24 * 8 - 1])
 def test_sums_of_gradients_are_held_if_they_fit(held, early, few_tiles, monkeypatch):
     monkeypatch.setattr(engine, "held_bytes", lambda device: held)
     v, w = trained()
     found = torch.autograd.grad(siglip(v, w), (v, w))
-    assert bool(early) == (held >= 4 * 24 * 16)
+    assert bool(early) == (held >= 4 * 24 * 8)
     exact = exact_leaves(v, w)
     sim = Similarity(*exact, engine="dense")
     wanted = torch.autograd.grad(sigmoid_loss(sim, 10.0, -3.0), exact)
@@ -82,7 +82,7 @@ def test_without_training_no_gradient_is_found(early, few_tiles):
 
 
 def test_a_gradient_of_parameters_alone_is_found_later(early, few_tiles):
-    v, w = moved(*embeddings(12, 12, 16, dtype=torch.float32))
+    v, w = moved(*embeddings(12, 12, 8, dtype=torch.float32))
     scale = torch.tensor(10.0, requires_grad=True, device=DEVICE)
     siglip(v, w, scale).backward()
     assert scale.grad is not None

@@ -84,7 +84,7 @@ def both(scores: np.ndarray) -> dict[str, dict[str, float]]:
     return {"before": recalls(scores, scores), "after": recalls(*after)}
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", ["user", pytest.param("coder", marks=pytest.mark.slow), "dvse"])
 def test_5k_and_1k_in_five_folds(settings, system, tmp_path, capsys):
     config = replace(settings, **SYSTEMS[system])
     trainer = Trainer(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -159,24 +160,39 @@ def test_boxes_are_those_of_the_regions(dvse, photos, tmp_path):
         boxes_of(split, tmp_path, "dev", 12)
 
 
+PRECOMPUTED = {"train": 40, "dev": 9, "testall": 10}
+
+
+@pytest.fixture(scope="module")
+def precomputed(tmp_path_factory: pytest.TempPathFactory) -> Grid:
+    """Finished runs in VSE-infinity's directory, of more images of dev than choose the
+    checkpoint.
+    """
+    root = tmp_path_factory.mktemp("precomputed")
+    (root / "precomp").mkdir()
+    features(root / "precomp", PRECOMPUTED)
+    settings = [*TINY, f"data={root}", "dev_images=6", "test_split=testall", "test_folds=5"]
+    grid = Grid("dvse", None, settings, out=root / "out", only=["fig10"])
+    run(grid)
+    return grid
+
+
 @pytest.mark.parametrize(
     ("split", "file"), [("dev", "dev"), ("test", "testall"), ("test_folds", "testall")]
 )
-def test_heat_maps_find_the_boxes_of_the_splits_file(split, file, tmp_path):
-    """In VSE-infinity's directory, and of more images of dev than choose the checkpoint."""
-    sizes = {"train": 40, "dev": 9, "testall": 10}
-    (tmp_path / "precomp").mkdir()
-    features(tmp_path / "precomp", sizes)
-    settings = [*TINY, f"data={tmp_path}", "dev_images=6", "test_split=testall", "test_folds=5"]
-    grid = Grid("dvse", None, settings, out=tmp_path / "out", only=["fig10"], split=split)
-    run(grid)
+def test_heat_maps_find_the_boxes_of_the_splits_file(split, file, precomputed, monkeypatch):
+    # test_paper.py draws some
+    monkeypatch.setattr(paper_figures.Figure, "savefig", lambda *given, **options: None)
+    grid = replace(precomputed, split=split)
     # the report is written without the figure, and says why
     reason = rf"Not drawn: .*precomp/{file}_boxes\.npy: heat maps need the regions' boxes"
     assert re.search(reason, write_report(grid))
     assert "Not drawn" in (grid.out / "report.md").read_text(encoding="utf-8")
-    boxes = np.tile(np.float32([0, 0, 1, 1]), (sizes[file], 4, 1))
-    np.save(tmp_path / "precomp" / f"{file}_boxes.npy", boxes)
+    boxes = np.tile(np.float32([0, 0, 1, 1]), (PRECOMPUTED[file], 4, 1))
+    stored = grid.out.parent / "precomp" / f"{file}_boxes.npy"
+    np.save(stored, boxes)
     assert "Drawn: " in write_report(grid)
+    stored.unlink()
 
 
 def test_a_mean_of_rows_is_that_of_their_similarities(tmp_path):

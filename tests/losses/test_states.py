@@ -92,11 +92,13 @@ def same_state(model: nn.Module, wanted: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", WITHOUT_PARAMETERS)
 def test_a_state_loads_into_a_model_with_another_loss(name: str):
-    source = Model(MODULES[name]())
-    for other in WITHOUT_PARAMETERS:
-        model = Model(MODULES[other]())
-        model.load_state_dict(source.state_dict())
-        assert torch.equal(model.images.weight, source.images.weight)
+    """The others are one whose state has its mining, and one that has nothing in it."""
+    for other in (TripletLoss, itrloss.HubnessAwareLoss):
+        pair = [Model(MODULES[name]()), Model(other())]
+        for source, target in (pair, pair[::-1]):
+            nn.init.normal_(source.images.weight)
+            target.load_state_dict(source.state_dict())
+            assert torch.equal(target.images.weight, source.images.weight)
 
 
 def test_parameters_of_a_loss_are_still_needed_and_expected():

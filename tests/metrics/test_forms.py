@@ -45,6 +45,12 @@ def results(noise=1.5, seed=0, **options):
 # --- batches --------------------------------------------------------------------------------------
 
 
+def batched(**options):
+    """Return the metric of batches; without its library, the test is skipped."""
+    pytest.importorskip("torchmetrics")
+    return metrics.RetrievalMetrics(**options)
+
+
 def figures(metric) -> dict[str, float]:
     return {name: float(x) for name, x in metric.compute().items()}
 
@@ -55,11 +61,10 @@ def figures(metric) -> dict[str, float]:
     [{"ks": (2, 7)}, {"folds": 2, "ties": "optimistic", "hubness_k": 2}, {"reranker": CSLS(2)}],
 )
 def test_batches_have_the_figures_of_all(captions, options):
-    pytest.importorskip("torchmetrics")
     images, texts = embedded(captions=captions)
     ids = torch.arange(12), torch.arange(12).repeat_interleave(captions)
     wanted = retrieval_metrics(itrloss.Similarity(images, texts, *ids), **options)
-    plain, mixed = metrics.RetrievalMetrics(**options), metrics.RetrievalMetrics(**options)
+    plain, mixed = batched(**options), batched(**options)
     order = torch.randperm(len(texts))
     for rows, cols in zip(torch.arange(12).split(5), order.split(-(-len(texts) // 3)), strict=True):
         mine = slice(int(rows[0]) * captions, (int(rows[-1]) + 1) * captions)
@@ -74,13 +79,12 @@ def test_batches_have_the_figures_of_all(captions, options):
     plain.update(images, texts)
     assert figures(plain) == pytest.approx(wanted)
     with pytest.raises(ValueError, match="ks"):
-        metrics.RetrievalMetrics(ks=(0,))
+        batched(ks=(0,))
 
 
 def test_a_batch_by_itself_and_all_together():
-    pytest.importorskip("torchmetrics")
     images, texts = embedded()
-    metric = metrics.RetrievalMetrics(normalize=False)
+    metric = batched(normalize=False)
     here = metric(images[:4], texts[:12])
     metric(images[4:], texts[12:])
     part, whole = ((images[:4], texts[:12]), (images, texts))
@@ -99,9 +103,8 @@ def test_a_batch_by_itself_and_all_together():
     ],
 )
 def test_batches_are_paired_alike_however_they_are_joined(way, first, second, message):
-    pytest.importorskip("torchmetrics")
     images, _ = embedded()
-    metric, other = metrics.RetrievalMetrics(), metrics.RetrievalMetrics()
+    metric, other = batched(), batched()
     for each, (captions, ids), own in ((metric, first, images[:4]), (other, second, images[4:8])):
         ids = None if ids is None else list(ids)
         joined = metric if way == "forward" else each
@@ -113,9 +116,8 @@ def test_batches_are_paired_alike_however_they_are_joined(way, first, second, me
 
 
 def test_a_batch_may_lie_in_memory_that_is_used_again():
-    pytest.importorskip("torchmetrics")
     images, texts = embedded(captions=1)
-    metric = metrics.RetrievalMetrics()
+    metric = batched()
     buffers = images[:4].clone(), texts[:4].numpy().copy()
     for part in torch.arange(12).split(4):
         buffers[0][:] = images[part]
@@ -126,9 +128,8 @@ def test_a_batch_may_lie_in_memory_that_is_used_again():
 
 
 def test_batches_of_images_once_per_caption_are_folded():
-    pytest.importorskip("torchmetrics")
     images, texts = embedded()
-    metric = metrics.RetrievalMetrics()
+    metric = batched()
     for part in torch.arange(36).split(12):
         metric.update(images.repeat_interleave(3, 0)[part], texts[part])
     with pytest.warns(UserWarning, match="taken for 12 images"):
@@ -136,9 +137,8 @@ def test_batches_of_images_once_per_caption_are_folded():
 
 
 def test_batches_without_a_match_or_without_rows_belong_to_the_whole():
-    pytest.importorskip("torchmetrics")
     images, texts = embedded(captions=1)
-    metric = metrics.RetrievalMetrics()
+    metric = batched()
     assert metric(images[:6], texts[:6], range(6), range(6)) is not None
     assert metric(images[6:7], texts[7:8], [6], [7]) is None
     assert metric(images[:0], texts[:0], [], []) is None
@@ -151,9 +151,8 @@ def test_batches_without_a_match_or_without_rows_belong_to_the_whole():
 @pytest.mark.parametrize("options", [{"folds": 3}, {"reranker": FastReranker()}])
 def test_a_batch_need_not_be_a_data_set(size, options):
     """Most sizes are no multiple of the folds, and a batch may be a single pair."""
-    pytest.importorskip("torchmetrics")
     images, texts = torch.randn(2, 21, 8, generator=torch.Generator().manual_seed(1))
-    metric = metrics.RetrievalMetrics(**options)
+    metric = batched(**options)
     for part in torch.arange(21).split(size):
         metric(images[part], texts[part])
     assert figures(metric) == retrieval_metrics(itrloss.Similarity(images, texts), **options)

@@ -77,7 +77,8 @@ class LossCase:
             self.batch = replace(self.batch, views=draw.pick([1, 2]))
         self.engine = draw.pick(["auto", "dense", "tiled"])
         self.form = draw.pick(["embeddings", "embeddings", "scores", "similarity"])
-        taken = inspect.signature(type(self.entry.make(self.dim))).parameters
+        self.kind = type(self.entry.make(self.dim))
+        taken = inspect.signature(self.kind).parameters
         self.common = self.drawn_options(taken)
         if in_processes and self.batch.views == 2 and self.common["reduction"] == "none":
             self.common["reduction"] = "sum"  # as values of all processes are in another order
@@ -152,8 +153,7 @@ class LossCase:
     @property
     def holds_weights(self) -> bool:
         """Whether loops take weights for constants; `InfoNCECase` has those of InfoNCE."""
-        is_infonce = isinstance(self.entry.make(self.dim), itrloss.InfoNCELoss)
-        return self.entry.has_constants and not is_infonce
+        return self.entry.has_constants and not issubclass(self.kind, itrloss.InfoNCELoss)
 
     @property
     def has_differences(self) -> bool:
@@ -163,7 +163,7 @@ class LossCase:
     @property
     def is_in_loops(self) -> bool:
         """Whether loops have the relation."""
-        return self.batch.kind != "weights" or type(self.entry.make(self.dim)) in WITH_WEIGHTS
+        return self.batch.kind != "weights" or self.kind in WITH_WEIGHTS
 
     def loops(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the same from loops."""

@@ -95,15 +95,15 @@ def cosine(V: ArrayLike, W: ArrayLike) -> Array:
     """``S_ij = ⟨v_i, w_j⟩ / (|v_i| |w_j|)``, (N, D) and (M, D) -> (N, M); a zero vector scores
     0.
     """
-    images = np.asarray(V, np.float64)
-    texts = np.asarray(W, np.float64)
+    images = np.asarray(V, np.float64).tolist()
+    texts = np.asarray(W, np.float64).tolist()
+    text_norms = [math.sqrt(_dot(w, w)) for w in texts]
     S = np.zeros((len(images), len(texts)))
     for i, v in enumerate(images):
+        v_norm = math.sqrt(_dot(v, v))
         for j, w in enumerate(texts):
-            v_norm = math.sqrt(_dot(v, v))
-            w_norm = math.sqrt(_dot(w, w))
-            if v_norm > 0 and w_norm > 0:
-                S[i, j] = _dot(v, w) / (v_norm * w_norm)
+            if v_norm > 0 and text_norms[j] > 0:
+                S[i, j] = _dot(v, w) / (v_norm * text_norms[j])
     return S
 
 
@@ -320,24 +320,32 @@ def _diversities(
     return row_div, entropy_diversity(S.T, col_ids, row_ids, epsilon, temperature)
 
 
+ITEMS = (Item, Judged)  # others are ids
+
+
 def match(a: Any, b: Any) -> bool:
     """Whether two items, or two ids, match."""
-    if isinstance(a, Item | Judged):
+    if isinstance(a, ITEMS):
         return a.matches(b)
     return a == b and a != NO_ID
 
 
 def differ(a: Any, b: Any) -> bool:
     """Whether two items, or two ids, are a negative pair."""
-    if isinstance(a, Item | Judged):
+    if isinstance(a, ITEMS):
         return a.differs(b)
     return a != b and NO_ID not in (a, b)
 
 
+def listed(ids: Ids) -> list[Any]:
+    """Ids, or items, one by one."""
+    return ids if isinstance(ids, list) else np.asarray(ids).tolist()
+
+
 def weight(i: int, j: int, ids: Ids, other_ids: Ids) -> float:
     """The weight of a match: that of its entry in a matrix, else 1."""
-    anchor = np.asarray(ids)[i]
-    return anchor.weight(np.asarray(other_ids)[j]) if isinstance(anchor, Judged) else 1.0
+    anchor = listed(ids)[i]
+    return anchor.weight(listed(other_ids)[j]) if isinstance(anchor, Judged) else 1.0
 
 
 def _weights(i: int, ids: Ids, other_ids: Ids) -> list[float]:
@@ -356,13 +364,13 @@ def exists(item: Any) -> bool:
 
 
 def _positives(i: int, ids: Ids, other_ids: Ids) -> list[int]:
-    anchor = np.asarray(ids)[i]
-    return [j for j, other in enumerate(np.asarray(other_ids)) if match(anchor, other)]
+    anchor = listed(ids)[i]
+    return [j for j, other in enumerate(listed(other_ids)) if match(anchor, other)]
 
 
 def _negatives(i: int, ids: Ids, other_ids: Ids) -> list[int]:
-    anchor = np.asarray(ids)[i]
-    return [j for j, other in enumerate(np.asarray(other_ids)) if differ(anchor, other)]
+    anchor = listed(ids)[i]
+    return [j for j, other in enumerate(listed(other_ids)) if differ(anchor, other)]
 
 
 def _candidates(i: int, ids: Ids, other_ids: Ids) -> list[int]:
@@ -370,7 +378,7 @@ def _candidates(i: int, ids: Ids, other_ids: Ids) -> list[int]:
 
 
 def _valid_anchors(ids: Ids, other_ids: Ids) -> list[int]:
-    anchors = range(len(np.asarray(ids)))
+    anchors = range(len(listed(ids)))
     return [i for i in anchors if _positives(i, ids, other_ids) and _negatives(i, ids, other_ids)]
 
 

@@ -43,7 +43,8 @@ def score_matrix(rows: Sequence[Tensor], cols: Sequence[Tensor], normalize: bool
     """The cosines of all rows with all columns, or their inner products."""
     if normalize:
         rows, cols = ([unit(x) for x in side] for side in (rows, cols))
-    return [[(a * b).sum() for b in cols] for a in rows]
+    every = torch.stack([*cols])
+    return [[*(row * every).sum(1)] for row in rows]
 
 
 @dataclass
@@ -173,8 +174,9 @@ def items_of_negatives(ids: Tensor | None) -> Any:
 
 def log_sum_exp(logits: Sequence[Tensor]) -> Tensor:
     """``log Σ e^z``, shifted by the largest."""
-    top = max(z.item() for z in logits)
-    return top + torch.stack([(z - top).exp() for z in logits]).sum().log()
+    every = torch.stack([*logits])
+    top = every.detach().max()
+    return top + (every - top).exp().sum().log()
 
 
 def reduced(values: list[Tensor | None], reduction: str, like: Tensor) -> Tensor:

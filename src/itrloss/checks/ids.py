@@ -89,10 +89,10 @@ def _numbers_of_strings(strings: np.ndarray) -> Tensor:
 
 
 def as_ids(
-    name: str, ids: object, size: int, device: torch.device, may_be_sets: bool = False
+    name: str, ids: object, size: int, device: torch.device | None, may_be_sets: bool = False
 ) -> Tensor:
-    """Return a copy of the ids as a (size,) int64 tensor on the device; see
-    :func:`as_id_numbers`. A column (size, 1) of a table will do.
+    """Return a copy of the ids as a (size,) int64 tensor on the device, or where they are if it is
+    None; see :func:`as_id_numbers`. A column (size, 1) of a table will do.
 
     With ``may_be_sets``, they may also be sets of labels (size, k).
     """
@@ -108,8 +108,10 @@ def as_ids(
     return x.to(device, torch.int64, copy=True)
 
 
-def as_labels(name: str, ids: object, size: int, device: torch.device) -> Tensor:
-    """Return a copy of ids as (size,) int64 on the device, or of sets of labels as (size, k)."""
+def as_labels(name: str, ids: object, size: int, device: torch.device | None) -> Tensor:
+    """Return a copy of ids as (size,) int64, or of sets of labels as (size, k); see
+    :func:`as_ids`.
+    """
     return as_ids(name, ids, size, device, may_be_sets=True)
 
 

@@ -473,18 +473,23 @@ class CheckedModule(Options, WholeState):
 
     def _set_option(self, declared: Option, value: Any) -> None:
         """Check and keep the value of an option, or the parameter that stands for it."""
-        name = declared.name
         option = self._option_of(declared)
-        learnt = option.learnt
         # the replicas of nn.DataParallel have computed copies in place of parameters
         kind = Tensor if getattr(self, "_is_replica", False) else nn.Parameter
-        if declared.may_be_anything or (learnt is not None and isinstance(value, kind)):
-            super(Options, self).__setattr__(name, value)  # registers parameters and modules
+        is_learnt = option.learnt is not None
+        if declared.may_be_anything or (is_learnt and isinstance(value, kind)):
+            super(Options, self).__setattr__(declared.name, value)  # registers parameters, modules
             self.__dict__["_made"] = self._made - {option.name}
-            return
-        if learnt is None:
+        elif is_learnt:
+            self._set_number(declared, option, value)
+        else:
             super()._set_option(declared, value)
-            return
+
+    def _set_number(self, declared: Option, option: Option, value: Any) -> None:
+        """Check and keep the number of an option that may be learnt, in the form that is declared,
+        or in the parameter that stands for it.
+        """
+        name = declared.name
         held = self._held.get(option.name)
         if value is None and held == name:
             self.register_parameter(name, None)
@@ -492,19 +497,24 @@ class CheckedModule(Options, WholeState):
             return
         if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
             value = value.item()  # such as a buffer
-        number: Any = declared.parse(value)
+        number = declared.parse(value)
         if held is not None and held not in self._parameters:
             expected = f"a value of {held}, which a parametrization computes"
             raise AttributeError(f"{name}: cannot be set, as it is {expected}")
         self.__dict__["_passed"] = {**self._passed, option.name: (name, number)}
-        if declared.form_of:
-            exact = torch.tensor(number, dtype=torch.float64, device="cpu")
-            number = learnt.forms[name].value(exact).item()
-        self.__dict__[f"_{option.name}"] = number  # for _reset_learnt
         if held is None:
-            self.__dict__[option.name] = number
+            self.__dict__[option.name] = self._number_in(option.name, option)
         else:
             self._fill(option)
+
+    def _number_in(self, form: str, option: Option) -> float:
+        """Return the number of a learnt option that was set last, in one of its forms."""
+        assert option.learnt is not None
+        passed, number = self._passed[option.name]
+        if passed in option.learnt.forms:
+            exact = torch.tensor(number, dtype=torch.float64, device="cpu")
+            number = option.learnt.forms[passed].value(exact).item()
+        return option.learnt.stored(form, number)
 
     def _option_of(self, declared: Option) -> Option:
         """Return the option that one is a form of, or itself."""
@@ -517,29 +527,19 @@ class CheckedModule(Options, WholeState):
         held = self._held.get(option)
         if held is None:
             return self._passed[option]
-        learnt = self._all_options[option].learnt
-        assert learnt is not None
         value = getattr(self, held).item()
-        number = learnt.stored(held, self.__dict__[f"_{option}"])
+        number = self._number_in(held, self._all_options[option])
         if math.isclose(value, number, rel_tol=0.01, abs_tol=1e-6):
             return self._passed[option]
         return held, value
 
     def _fill(self, declared: Option) -> None:
         """Give the parameter behind an option the number that was set last."""
-        assert declared.learnt is not None
         held = self._held.get(declared.name, "")
         parameter = self._parameters.get(held)
         if parameter is not None:
             with torch.no_grad():
-                parameter.fill_(declared.learnt.stored(held, self.__dict__[f"_{declared.name}"]))
-
-    def _reset_learnt(self) -> None:
-        """Give the parameters that were made for options the numbers that were set last; those that
-        a model shares are the model's.
-        """
-        for name in self._made:
-            self._fill(self._all_options[name])
+                parameter.fill_(self._number_in(held, declared))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; the option that it is a form of is then read from it."""
@@ -555,14 +555,14 @@ class CheckedModule(Options, WholeState):
             self.__dict__["_shards"] = {**self._shards, name: param}
         if declared is None or not is_form:
             return
-        option = self._option_of(declared).name
+        option = self._option_of(declared)
         held = dict(self._held)
-        before = held.pop(option, name)
+        before = held.pop(option.name, name)
         if param is None:
-            self.__dict__[option] = self.__dict__[f"_{option}"]
+            self.__dict__[option.name] = self._number_in(option.name, option)
         else:
-            held[option] = name
-            self.__dict__.pop(option, None)
+            held[option.name] = name
+            self.__dict__.pop(option.name, None)
             if before != name:
                 del self._parameters[before]
         self.__dict__["_held"] = held

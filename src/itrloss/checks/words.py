@@ -32,7 +32,7 @@ def own_name(word: str) -> str:
 
 def in_own_words(
     function: Callable[..., object], words: Mapping[str, object], **own: object
-) -> list[Any]:
+) -> dict[str, Any]:
     """Return the arguments ``own`` of a method, with those ``words`` in their places that call
     images queries, or texts documents.
 
@@ -42,13 +42,13 @@ def in_own_words(
     name = f"{type(function.__self__).__name__}.{function.__name__}"  # type: ignore[attr-defined]
     for word, x in words.items():
         ours = own_name(word)
-        if ours not in own:
+        if ours == word or ours not in own:
             names = [x for x in inspect.signature(function).parameters if x != "words"]
             raise unknown_keyword(name, word, names)
         if own[ours] is not None:
             raise TypeError(f"{name}: expected either {word} or {ours}, got both")
         own[ours] = x
-    return list(own.values())
+    return own
 
 
 def takes_queries(function: Callable[P, R]) -> Callable[P, R]:

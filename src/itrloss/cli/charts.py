@@ -52,7 +52,7 @@ def histograms(counts: Mapping[str, np.ndarray], label: str, x: str, y: str) -> 
     def draw(axes: Axes) -> None:
         """Draw on the axes."""
         colours = (COLOURS[-1], COLOURS[0])
-        axes.hist(numbers, edges.tolist(), log=True, label=list(counts), color=colours)
+        axes.hist(numbers, list(edges), log=True, label=list(counts), color=colours)
         axes.axvline(mean, color=_INK, linestyle=":", label=f"mean {mean:.1f}")
         axes.set_ylim(bottom=0.6)
         axes.yaxis.set_major_formatter("{x:,.0f}")

@@ -24,6 +24,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
+from typer.main import get_command
 
 from .. import __version__, files
 from ..checks import Names as Arguments
@@ -31,7 +32,7 @@ from ..checks import are_strings, one_of, require_finite
 from ..checks.warnings import SuspiciousInputWarning, warn_of_guess
 from ..files import Source
 from ..metrics import Judgements, default_ids, fold_repeated, retrieval_results, save_trec
-from ..metrics.labels import check_numbers, unrelated_ids, with_ids
+from ..metrics.labels import check_numbers, with_ids
 from ..metrics.relevance import Rules
 from ..similarity import Similarity
 from .comparison import METHODS, Banks, compare_models, compare_rerankers
@@ -101,6 +102,9 @@ def _all_commands(
     pass
 
 
+_COMMAND = get_command(app)  # once, for all calls
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     for stream in (sys.stdout, sys.stderr):
@@ -146,7 +150,7 @@ def _in_words_of_options(message: object) -> str:
 
 def _answer(arguments: Sequence[str]) -> None:
     """Run a command; typer prints help itself."""
-    args = app(arguments, prog_name="itrloss", standalone_mode=False)
+    args = _COMMAND(arguments, prog_name="itrloss", standalone_mode=False)
     if isinstance(args, Compare):
         _compare(args, arguments)
     elif isinstance(args, (Rerank, Evaluate)):
@@ -343,13 +347,11 @@ def _similarity(
         images = fold_repeated(images)
         ids = default_ids(len(images), len(texts))
         warn_of_guess(len(images), len(texts))
-    elif text_ids is None:
-        ids = unrelated_ids(len(images), len(texts))
     if images.dtype != texts.dtype:
         images = images.float()
         texts = texts.float()
     called = Arguments(names[0], names[1], "image_ids", "text_ids")
-    return Similarity(images, texts, ids[0], ids[1], names=called)
+    return Similarity(images, texts, *ids, names=called)
 
 
 def _validation(args: Rerank | Evaluate) -> Similarity | None:
@@ -424,14 +426,12 @@ def _rules(args: Options) -> Rules:
         source = getattr(args, name)
         if source is None:
             continue
-        pairs = files.read_pairs(*source)
-        images = pairs[:, 0].long()
-        texts = pairs[:, 1].long()
-        rules[name] = images, texts
-        if pairs.shape[1] == 3:
-            if name != "relevant":
-                raise ValueError(f"{source}: expected an image and a text a line, got grades, too")
-            rules[name] = Judgements(images, texts, pairs[:, 2])
+        images, texts, *grades = files.read_pairs(*source).T
+        if grades and name != "relevant":
+            raise ValueError(f"{source}: expected an image and a text a line, got grades, too")
+        rules[name] = images.long(), texts.long()
+        if grades:
+            rules[name] = Judgements(images.long(), texts.long(), *grades)
     return rules
 
 

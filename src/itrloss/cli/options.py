@@ -1,36 +1,32 @@
 """The options of the commands: fields of dataclasses, which typer takes for commands.
 
-``--help`` shows them in groups.
+``--help`` shows them in groups. Annotations are no strings here, which typer would evaluate again
+for each command and each call.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import typer
 
 from ..files import Source, as_source
-from ..metrics.results import RECALLS
 from .comparison import METHODS
 
-_ALL = ",".join(METHODS)
-_KS = ",".join(map(str, RECALLS))
 _TEST = "The test set"
 _HELD_OUT = "Held-out pairs and banks"
 _TABLE = "The table"
 _ONE = "The results of the method to take, or of the first"
 
 
-def _option(group: str, metavar: str, about: str, least: int | None = None):
-    """Return the settings of an option; ``least`` is of a number."""
-    return typer.Option(metavar=metavar, rich_help_panel=group, help=about, min=least)
+def _option(group: str, metavar: str, about: str, **more: Any):
+    """Return the settings of an option; ``more`` are typer's."""
+    return typer.Option(metavar=metavar, rich_help_panel=group, help=about, **more)
 
 
-def _file(group: str, about: str):
+def _file(group: str, about: str, metavar: str = "FILE"):
     """Return the settings of a file to read."""
-    return typer.Option(parser=as_source, metavar="FILE", rich_help_panel=group, help=about)
+    return _option(group, metavar, about, parser=as_source)
 
 
 def _array(metavar: str):
@@ -39,12 +35,8 @@ def _array(metavar: str):
     return typer.Argument(parser=as_source, metavar=metavar, help=about)
 
 
-_METHODS = typer.Option(
-    metavar="NAME,…",
-    rich_help_panel="Methods",
-    show_default=False,
-    help=f"separated by commas; default: all, which are {', '.join(METHODS)}",
-)
+_ALL = ",".join(METHODS)
+_WHICH = f"separated by commas; default: all, which are {', '.join(METHODS)}"
 _TRANSPOSE = typer.Option("--transpose", rich_help_panel=_TEST, help="rows are texts")
 Read = Source | None
 Write = Path | None
@@ -65,12 +57,10 @@ class Options:
     candidates: Annotated[
         Read, _file(_TEST, "the only pairs that are ranked; other right ones are missed")
     ] = None
-    folds: Annotated[
-        int, _option(_TEST, "N", "parts of images; 5: MSCOCO's 5-fold 1K", least=1)
-    ] = 1
-    ks: Annotated[str, _option(_TABLE, "K,…", "of R@K, recall@K and nDCG@K")] = _KS
+    folds: Annotated[int, _option(_TEST, "N", "parts of images; 5: MSCOCO's 5-fold 1K", min=1)] = 1
+    ks: Annotated[str, _option(_TABLE, "K,…", "of R@K, recall@K and nDCG@K")] = "1,5,10"
     samples: Annotated[
-        int | None, _option(_TABLE, "N", "bootstrap, for all tests; default: 2000 a test", least=1)
+        int | None, _option(_TABLE, "N", "bootstrap, for all tests; default: 2000 a test", min=1)
     ] = None
     metrics: Annotated[Write, _option(_TABLE, "FILE.csv", "all metrics of all rows")] = None
     latex: Annotated[Write, _option(_TABLE, "FILE.tex", "the table in LaTeX")] = None
@@ -85,7 +75,7 @@ class Reranking(Options):
     val_text_ids: Annotated[Read, _file(_HELD_OUT, "ids of the texts of --val")] = None
     bank_images: Annotated[Read, _file(_HELD_OUT, "other images, or scores (B, n_texts)")] = None
     bank_texts: Annotated[Read, _file(_HELD_OUT, "other texts, or scores (n_images, B)")] = None
-    methods: Annotated[str, _METHODS] = _ALL
+    methods: Annotated[str, _option("Methods", "NAME,…", _WHICH, show_default=False)] = _ALL
     out: Annotated[Write, _option(_ONE, "FILE.npz", "its scores i2t and t2i")] = None
     queries: Annotated[Write, _option(_ONE, "FILE.csv", "rank and precision of each query")] = None
     trec: Annotated[Write, _option(_ONE, "FOLDER", "its ten best as run and qrels files")] = None
@@ -120,8 +110,8 @@ class Evaluate(Reranking):
     images: Annotated[Source, _array("IMAGES")]
     texts: Annotated[Source, _array("TEXTS")]
     val: Annotated[
-        tuple[str, str] | None,
-        _option(_HELD_OUT, "IMAGES TEXTS", "held-out embeddings, which calibrate fast"),
+        tuple[Source, Source] | None,
+        _file(_HELD_OUT, "held-out embeddings, which calibrate fast", "IMAGES TEXTS"),
     ] = None
 
     @property
@@ -132,7 +122,7 @@ class Evaluate(Reranking):
     @property
     def held_out(self) -> list[Source]:
         """The files of the held-out pairs."""
-        return [as_source(path) for path in self.val or ()]
+        return list(self.val or ())
 
 
 @dataclass(kw_only=True)

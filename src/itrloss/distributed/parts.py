@@ -81,32 +81,42 @@ class LocalBatch(NamedTuple):
 
     def checked(self) -> LocalIds:
         """Return who matches; raise an error for wrong input."""
+        self._check_tensors()
+        device = self.tensors[0].device
+        related = self.related
+        if related is not None and related.matches is not None:
+            return self._by_matches(related)
+        n, m = self.sizes
+        if related is not None and related.targets is not None:
+            are_scores = len(self.tensors) == 1
+            shape = (n, self.tensors[0].shape[1] if are_scores else m)
+            targets = ids_by_targets(related, shape, self.ids, device)
+            return LocalIds((None, None), targets=targets, targets_among_all=are_scores)
+        ids = labels_of((n, m), self.ids, device, self.names)
+        if related is None:
+            return LocalIds(ids)
+        groups = groups_of((n, m), related, device, self.names)
+        return LocalIds(ids, groups, related.rule, one_set=related.one_set)
+
+    def _check_tensors(self) -> None:
+        """Raise an error for wrong embeddings, scores or biases."""
         if len(self.tensors) == 1:
             checks.check_matrix("scores", self.tensors[0], "(N, M)", self.check_finite, empty=True)
         else:
             rows, cols = self.tensors
             checks.check_embeddings(rows, cols, self.check_finite, self.names, empty=True)
+        checks.check_biases(self.bias, *self.sizes, self.check_finite)
+
+    def _by_matches(self, related: Related) -> LocalIds:
+        """Return who matches by a matrix (N_r, M), with the columns of all processes."""
+        matches = related.matches
         n, m = self.sizes
-        checks.check_biases(self.bias, n, m, self.check_finite)
-        device = self.tensors[0].device
-        if self.related is not None and self.related.matches is not None:
-            matches = self.related.matches
-            columns = matches.shape[-1] if isinstance(matches, Tensor) else m
-            check_matches(self.related, (n, columns), self.ids, self.names, device)
-            if not matches.is_floating_point():
-                matches = matches.float()  # which has a nan, for padding
-            has_weights = weights_of(matches)
-            return LocalIds((None, None), matches=matches, has_weights=has_weights)
-        if self.related is not None and self.related.targets is not None:
-            are_scores = len(self.tensors) == 1
-            shape = (n, self.tensors[0].shape[1] if are_scores else m)
-            targets = ids_by_targets(self.related, shape, self.ids, device)
-            return LocalIds((None, None), targets=targets, targets_among_all=are_scores)
-        ids = labels_of((n, m), self.ids, device, self.names)
-        if self.related is None:
-            return LocalIds(ids)
-        groups = groups_of((n, m), self.related, device, self.names)
-        return LocalIds(ids, groups, self.related.rule, one_set=self.related.one_set)
+        columns = matches.shape[-1] if isinstance(matches, Tensor) else m
+        check_matches(related, (n, columns), self.ids, self.names, self.tensors[0].device)
+        assert matches is not None
+        if not matches.is_floating_point():
+            matches = matches.float()  # which has a nan, for padding
+        return LocalIds((None, None), matches=matches, has_weights=weights_of(matches))
 
     def widths(self) -> tuple[int, int]:
         """Return how many columns a matrix of matches and one of scores have; -1 for none."""

@@ -93,9 +93,14 @@ def relation_of(
         rows = ids_by_targets(related, shape, ids, device)
         cols = torch.arange(shape[1], device=device)
         return Relation(shape, (rows, cols), device, one_way=True)
-    if related is None and ids[0] is None and ids[1] is None and shape[0] != shape[1]:
+    if related is None and ids[0] is None and ids[1] is None:
+        if shape[0] == shape[1]:
+            return Relation(shape, device=device)
         return UnknownRelation(shape, device, names)
-    rows, cols = labels_of(shape, ids, device, names)
+    place: torch.device | None = device
+    if device.type != "cpu" and not (is_compiling() or is_recorded(device)):
+        place = None  # where they are, to be looked at there; a graph would keep what was seen
+    rows, cols = labels_of(shape, ids, place, names)
     if related is None:
         return Relation(shape, (rows, cols), device)
     n, m = shape
@@ -114,8 +119,11 @@ def relation_of(
     )
 
 
-def labels_of(shape: tuple[int, int], ids: PassedIds, device: torch.device, names: Names) -> Ids:
-    """Return the int64 ids (N,) and (M,), or sets of labels (N, k) and (M, l), of rows and columns.
+def labels_of(
+    shape: tuple[int, int], ids: PassedIds, device: torch.device | None, names: Names
+) -> Ids:
+    """Return copies of the ids (N,) and (M,), or sets of labels (N, k) and (M, l), of rows and
+    columns as int64, on a device, or where they are if it is None.
 
     Ids of columns may come alone, as numbers of rows; those that are left out are None.
     """

@@ -89,7 +89,7 @@ class ContrastiveLoss(BaseMetricLossFunction):
         indices_tuple: tuple[Tensor, ...] | None,
         ref_emb: Tensor,
         ref_labels: Tensor,
-    ) -> dict[str, dict[str, object]]:
+    ) -> dict[str, Any]:
         """Return the values of the anchors that have a positive and a negative, for the reducer."""
         _check_options(self.loss)  # again, as they may be set later
         if labels is None or ref_labels is None:

@@ -67,26 +67,30 @@ class Loss(CheckedModule):
     def __post_init__(self) -> None:
         """Make the parameters of the options that are learnt."""
         super().__post_init__()
+        if not getattr(self, "learnable", False):
+            return
         for declared in self._all_options.values():
-            if declared.learnt is not None and getattr(self, "learnable", False):
+            if declared.learnt is not None:
+                name = declared.learnt.parameter
+                number = float(self._number_in(name, declared))
                 # (1,): FSDP and the like do not shard 0-dim parameters.
-                setattr(self, declared.learnt.parameter, nn.Parameter(torch.zeros(1)))
+                setattr(self, name, nn.Parameter(torch.full((1,), number)))
                 self.__dict__["_made"] = self._made | {declared.name}
-        self._reset_learnt()
 
     def reset_parameters(self) -> None:
         """Give parameters the values that they had first, or of learnt options those that were set
         last, as is needed after ``to_empty``. Parameters that a model shares stay.
         """
-        self._reset_learnt()
+        for name in self._made:
+            self._fill(self._all_options[name])
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; raise an AttributeError for a parameter that a loss does not learn."""
         is_ours = type(self).__module__.startswith("itrloss.")
-        if is_ours and isinstance(value, nn.Parameter) and name not in self._all_options:
+        known = name in self._all_options or name in self.learnt
+        if is_ours and isinstance(value, nn.Parameter) and not known:
             options = [x.name for x in self._all_options.values() if x.may_be_parameter]
-            if name not in self.learnt:
-                raise no_parameter(type(self).__name__, name, [*self.learnt, *options])
+            raise no_parameter(type(self).__name__, name, [*self.learnt, *options])
         super().__setattr__(name, value)
 
     @property
@@ -297,9 +301,17 @@ class Passed(NamedTuple):
 
     images: Tensor | Similarity | None  # or all of the input, or one or two views of one set
     texts: Tensor | None
-    scores: Tensor | None
-    ids: PassedIds
+    image_ids: IdsLike | None
+    text_ids: IdsLike | None
+    scores: Tensor | None = None
+    image_groups: IdsLike | None = None
+    text_groups: IdsLike | None = None
     related: Related | None = None  # what else decides who matches or may be a negative
+
+    @property
+    def rows(self) -> Any:
+        """The images, or the scores in their place."""
+        return self.images if self.scores is None else self.scores
 
 
 class PairLoss(DirectedLoss):
@@ -406,16 +418,14 @@ class PairLoss(DirectedLoss):
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with
             ``reduction="none"``.
         """
-        passed = Passed(images, texts, scores, (image_ids, text_ids))
-        groups = image_groups, text_groups
-        passed = self._parsed(passed, groups, words, matches, labels, targets)
+        passed = Passed(images, texts, image_ids, text_ids, scores, image_groups, text_groups)
+        passed = self._parsed(passed, words, matches, labels, targets)
         sim = self._similarity(passed)
         return self._with_telemetry(self.compute(sim), sim)
 
     def _parsed(
         self,
         passed: Passed,
-        groups: PassedIds,
         words: Mapping[str, object],
         matches: Tensor | None = None,
         labels: IdsLike | None = None,
@@ -425,18 +435,9 @@ class PairLoss(DirectedLoss):
         decides who matches or may be a negative.
         """
         if words:
-            images, texts, *others = in_own_words(
-                self.forward,
-                words,
-                images=passed.images,
-                texts=passed.texts,
-                image_ids=passed.ids[0],
-                text_ids=passed.ids[1],
-                image_groups=groups[0],
-                text_groups=groups[1],
-            )
-            passed = Passed(images, texts, passed.scores, (others[0], others[1]))
-            groups = others[2], others[3]
+            own = dict(zip(Passed._fields, passed, strict=True))
+            passed = Passed(**in_own_words(self.forward, words, **own))
+        groups = passed.image_groups, passed.text_groups
         has_groups = groups[0] is not None or groups[1] is not None
         if has_groups or matches is not None or targets is not None:
             dense = getattr(matches, "toarray", lambda: matches)()  # of a sparse matrix of SciPy
@@ -448,8 +449,9 @@ class PairLoss(DirectedLoss):
         """Return one set, of one or two views, as images and as texts, with its labels as ids; or
         scores with these.
         """
-        images, texts, scores = passed[:3]
-        own: Any = images if scores is None else scores
+        own = passed.rows
+        texts = passed.texts
+        scores = passed.scores
         numbers: list[Tensor] = []
 
         def check() -> str:
@@ -477,11 +479,11 @@ class PairLoss(DirectedLoss):
         (known,) = numbers
         related = Related(one_set=True)
         if scores is not None:
-            return passed._replace(ids=(known, known), related=related)
+            return passed._replace(image_ids=known, text_ids=known, related=related)
         if texts is not None:
             own = torch.cat([own, texts])
             known = torch.cat([known, known])
-        return Passed(own, own, None, (known, known), related)
+        return Passed(own, own, known, known, related=related)
 
     def compute(self, sim: Similarity) -> Values:
         """Return the loss of similarities, with images as rows and texts as columns.
@@ -496,57 +498,46 @@ class PairLoss(DirectedLoss):
 
         ``check`` checks what else there is, and returns what has to be the same in all processes.
         """
-        images, texts, scores, ids, related = passed
-        if scores is not None:
-            return self._of_scores(scores, passed, check)
+
+        def checked() -> str:
+            """Check the input; return what has to be the same in all processes."""
+            self._check_alone(passed)
+            return "" if check is None else check()
+
+        images = passed.images
+        ids = passed.image_ids, passed.text_ids
+        options: dict[str, Any] = {"related": passed.related}
+        if passed.scores is not None:
+            return self._between((passed.scores,), ids, IMAGES_AND_TEXTS, checked, **options)
         if isinstance(images, Similarity):
-            self._check_alone(passed, check)
+            self.agree(checked)
             if self.check_finite:
                 images.check_finite()
             return images
         # Similarity refuses None, which is no tensor, in all processes at once.
-        options = {"normalize": self.normalize, "related": related}
-        tensors: Any = images, texts
+        tensors: Any = images, passed.texts
+        options["normalize"] = self.normalize
         return self._between(tensors, ids, IMAGES_AND_TEXTS, check, **options)
 
-    def _check_alone(self, passed: Passed, check: Callable[[], str] | None) -> None:
-        """Raise an error if there is other input with a Similarity, or several processes."""
-
-        def checked() -> str:
-            """Check the input; there are no several processes that have to agree."""
-            if self.sharded:
-                expected = "expected embeddings or scores, as a Similarity cannot be gathered"
-                raise ValueError(f"gather: {expected}")
-            check_no_others(
-                "a Similarity, which stands for all of the input", passed, texts=passed.texts
-            )
-            return "" if check is None else check()
-
-        self.agree(checked)
-
-    def _of_scores(
-        self,
-        scores: Tensor,
-        passed: Passed,
-        check: Callable[[], str] | None,
-    ) -> Similarity:
-        """Return the similarity of precomputed scores; in a job, of this process's rows of them."""
-
-        def checked() -> str:
-            """Check the input; return what has to be the same in all processes."""
+    def _check_alone(self, passed: Passed) -> None:
+        """Raise an error for other input with scores or with a Similarity."""
+        if passed.scores is not None:
             if passed.images is not None or passed.texts is not None:
                 raise ValueError("scores: expected either scores or images and texts, got both")
-            check_matrix("scores", scores, "(N, M)", empty=self.sharded)
-            return "" if check is None else check()
-
-        return self._between(
-            (scores,), passed.ids, IMAGES_AND_TEXTS, checked, related=passed.related
+            check_matrix("scores", passed.scores, "(N, M)", empty=self.sharded)
+            return
+        if self.sharded:
+            expected = "expected embeddings or scores, as a Similarity cannot be gathered"
+            raise ValueError(f"gather: {expected}")
+        check_no_others(
+            "a Similarity, which stands for all of the input", passed, texts=passed.texts
         )
 
 
 def check_no_others(there: str, passed: Passed, **others: object) -> None:
     """Raise a ValueError for input beside what says all that it does, and is ``there``."""
-    others["image_ids"], others["text_ids"] = passed.ids
+    others["image_ids"] = passed.image_ids
+    others["text_ids"] = passed.text_ids
     others["image_groups, text_groups, matches, targets"] = passed.related
     for name, x in others.items():
         if x is not None:
@@ -610,7 +601,7 @@ class MemoryLoss(DirectedLoss):
                 text_keys=text_keys,
                 image_ids=image_ids,
                 text_ids=text_ids,
-            )
+            ).values()
         batch = images, texts
         keys = image_keys, text_keys
         ids = image_ids, text_ids

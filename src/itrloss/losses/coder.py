@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +44,10 @@ class DiversityOptions(SimilarityLoss):
 
     def _options(self) -> dict[str, Any]:
         """Return the arguments of the function that computes the loss, named as the options."""
-        options = {name: getattr(self, name) for name in DiversityOptions._own_options}
-        return {**options, "reduction": self.reduction}
+        options: dict[str, Any] = {"reduction": self.reduction}
+        for name in DiversityOptions._own_options:
+            options[name] = getattr(self, name)
+        return options
 
 
 class DiversityContrastiveLoss(DiversityOptions, PairLoss):
@@ -369,15 +372,13 @@ class CODERObjective(CheckedModule):
         Pairs with :data:`itrloss.NO_ID` have no prototype, but in a compiled graph, whose sizes are
         fixed.
         """
-
-        def check() -> str:
-            """Check the input; return what has to be the same in all processes."""
-            for part in (self.batch, self.memory, self.concept, self.classifier):
-                check_total(part)
-            check_rows(self.prototypes.dim, images, texts, image_concepts, text_concepts)
-            return self._described()
-
-        self.batch.agree(check)
+        rows = {
+            "images": images,
+            "texts": texts,
+            "image_concepts": image_concepts,
+            "text_concepts": text_concepts,
+        }
+        self.batch.agree(partial(self._checked, rows))
         zero = images.new_zeros((), dtype=compute_dtype(images))
         with_memory = images, texts, image_keys, text_keys, memory, image_ids, text_ids
         batch = zero
@@ -394,12 +395,9 @@ class CODERObjective(CheckedModule):
         prototype = zero
         # In evaluation mode there may be no prototypes yet.
         if self.prototype_weight and (self.training or len(self.prototypes)):
-            rows = images, texts, image_concepts, text_concepts
             ids = {"image_ids": image_ids, "text_ids": text_ids}
             exist = existing(len(images), images.device, **ids)
-            if exist is not None:
-                rows = [x[exist] for x in rows]
-            prototype = self._prototype_term(rows, zero)
+            prototype = self._prototype_term(list(rows.values()), exist, zero)
         total = (
             self.batch_weight * batch
             + self.memory_weight * against_memory
@@ -409,16 +407,28 @@ class CODERObjective(CheckedModule):
         terms = batch, against_memory, concept, prototype
         return total, CODERTerms(*(term.detach() for term in terms))
 
-    def _prototype_term(self, rows: Sequence[Tensor], zero: Tensor) -> Tensor:
-        """Return the classification of pairs by their prototypes; ``zero`` without pairs."""
+    def _prototype_term(self, rows: Sequence[Tensor], exist: Tensor | None, zero: Tensor) -> Tensor:
+        """Return the classification of pairs that exist by their prototypes; ``zero`` without."""
+        if exist is not None:
+            rows = [x[exist] for x in rows]
         images, texts, image_concepts, text_concepts = rows
         ids = self._prototypes_of(images, texts)
         if len(ids) or self.classifier.sharded:
             return self.classifier(image_concepts, text_concepts, ids)
         return zero
 
-    def _described(self) -> str:
-        """Return what has to be the same in all processes, in words."""
+    def _checked(self, rows: Mapping[str, Tensor]) -> str:
+        """Check the losses and the embeddings by name, which all are (B, dim); return what has to
+        be the same in all processes.
+        """
+        for part in (self.batch, self.memory, self.concept, self.classifier):
+            check_total(part)
+        for name, x in rows.items():
+            check_matrix(name, x, "(B, dim)", empty=True)
+            shape = len(rows["images"]), self.prototypes.dim
+            if x.shape != shape:
+                expected = f"expected shape {shape}, a row for each image"
+                raise ValueError(f"{name}: {expected}, got {tuple(x.shape)}")
         known = ""
         if self.prototype_weight and not self.training:
             known = f", prototypes found before {len(self.prototypes) > 0}"
@@ -441,21 +451,3 @@ def check_total(part: Loss) -> None:
     """Raise an error unless a loss may be part of a total; at each call, as options may be set."""
     if part.reduction == "none":
         raise ValueError("reduction: expected 'mean' or 'sum' for a total, got 'none'")
-
-
-def check_rows(
-    dim: int, images: Tensor, texts: Tensor, image_concepts: Tensor, text_concepts: Tensor
-) -> None:
-    """Raise an error unless all embeddings are (B, dim)."""
-    parts = {
-        "images": images,
-        "texts": texts,
-        "image_concepts": image_concepts,
-        "text_concepts": text_concepts,
-    }
-    for name, x in parts.items():
-        check_matrix(name, x, "(B, dim)", empty=True)
-        shape = len(images), dim
-        if x.shape != shape:
-            expected = f"expected shape {shape}, a row for each image"
-            raise ValueError(f"{name}: {expected}, got {tuple(x.shape)}")

@@ -55,9 +55,8 @@ class TaughtLoss(PairLoss):
             image_groups, text_groups: see there; candidates are of the same group, or match.
             targets: see there.
         """
-        passed = Passed(images, texts, scores, (image_ids, text_ids))
-        groups = image_groups, text_groups
-        passed = self._parsed(passed, groups, words, targets=targets)
+        passed = Passed(images, texts, image_ids, text_ids, scores, image_groups, text_groups)
+        passed = self._parsed(passed, words, targets=targets)
         model = as_tensors(teacher)
 
         def check() -> str:

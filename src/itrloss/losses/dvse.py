@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import KW_ONLY
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,6 @@ from ..checks import (
     takes_queries,
 )
 from ..distributed import ProcessGroup, digest, gather_parts, world_size
-from ..distributed.parts import spread_columns
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine, large_matrix
 from ..engine.products import product
 from ..engine.related import PassedIds
@@ -35,6 +34,7 @@ from ..similarity import Similarity
 from ..telemetry import describe
 from ..torch_versions import is_compiling
 from .base import Loss, SimilarityLoss, existing
+from .other_model import matrix_of_scores
 
 _NAMES = IMAGES_AND_TEXTS._replace(rows="image_sets")
 
@@ -130,11 +130,8 @@ class VarianceAwareLoss(SimilarityLoss):
     def _described(self, heads: list[Similarity], frame: Similarity) -> dict[str, Tensor]:
         """Return the figures of the best head of each pair, by which a model of sets retrieves."""
         scores = [sim.detach().scores() for sim in heads]
-        best = functools.reduce(torch.maximum, scores)
-        if frame.share is not None:
-            best = spread_columns(best, frame.share.processes, 0.0)
-        engine = choose_engine("auto", best.numel(), 0, best)
-        matrix = Matrix.of_scores(Embeddings(best, False), frame.pairs, engine)
+        best = reduce(torch.maximum, scores)
+        matrix = matrix_of_scores(best, frame, "auto")
         of_best = Similarity.of_anchors(AnchorSide(matrix, 0, frame.share))
         return describe(of_best, self.margin)
 
@@ -437,28 +434,26 @@ class DVSEObjective(CheckedModule):
         Images with :data:`itrloss.NO_ID` have no part in either term, but in a compiled graph,
         whose sizes are fixed, in the second one.
         """
-        exist: list[Tensor | None] = []
-
-        def check() -> str:
-            """Check the input; return what has to be the same in all processes."""
-            self._check_reductions()
-            inputs = {"image_sets": image_sets, "residuals": residuals}
-            for name, x in inputs.items():
-                check_matrix(name, x, "(N, K, D)", dims=3, empty=self.variance_aware.sharded)
-            for name, x in (inputs | {"gate": gate}).items():
-                if isinstance(x, Tensor) and len(x) != len(image_sets):
-                    expected = f"a row for each of {len(image_sets)} images"
-                    raise ValueError(f"{name}: expected {expected}, got shape {tuple(x.shape)}")
-            exist.append(existing(len(image_sets), image_sets.device, image_ids=image_ids))
-            return f"DVSEObjective {self.extra_repr()}"
-
-        self.variance_aware.agree(check)
+        self.variance_aware.agree(partial(self._checked, image_sets, residuals, gate))
         variance = self.variance_aware(image_sets, texts, image_ids, text_ids)
-        if exist[0] is not None:
-            residuals = residuals[exist[0]]
-            gate = gate[exist[0]] if isinstance(gate, Tensor) else gate
+        exist = existing(len(image_sets), image_sets.device, image_ids=image_ids)
+        if exist is not None:
+            residuals = residuals[exist]
+            gate = gate[exist] if isinstance(gate, Tensor) else gate
         orthogonal = torch.zeros_like(variance)
         if len(residuals) or self.orthogonal.sharded:
             orthogonal = self.orthogonal(residuals, gate)
         total = self.balance * variance + (1 - self.balance) * orthogonal
         return total, DVSETerms(variance.detach(), orthogonal.detach())
+
+    def _checked(self, image_sets: Tensor, residuals: Tensor, gate: Tensor | None) -> str:
+        """Check the input; return what has to be the same in all processes."""
+        self._check_reductions()
+        inputs = {"image_sets": image_sets, "residuals": residuals}
+        for name, x in inputs.items():
+            check_matrix(name, x, "(N, K, D)", dims=3, empty=self.variance_aware.sharded)
+        for name, x in (inputs | {"gate": gate}).items():
+            if isinstance(x, Tensor) and len(x) != len(image_sets):
+                expected = f"a row for each of {len(image_sets)} images"
+                raise ValueError(f"{name}: expected {expected}, got shape {tuple(x.shape)}")
+        return f"DVSEObjective {self.extra_repr()}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -51,7 +52,7 @@ class Part(NamedTuple):
     limited: bool = True  # whether the margin leaves some of them out
     for_partners: bool = False  # whether the anchors' positives have them in theirs, too
 
-    def logs(self, scale: float | Tensor, limits: dict[int, Tensor]) -> dict[int, Tensor]:
+    def logs(self, scale: float | Tensor, limits: dict[int, Tensor]) -> tuple[Tensor, ...]:
         """Return the log-sum-exps of each side's anchors, about ``LEAST_LOG`` for none."""
         anchors, *guides = self.scores
         limit: Tensor | None = None
@@ -64,13 +65,12 @@ class Part(NamedTuple):
         log = log.clamp_min(LEAST_LOG)
         if limit is not None and guides:
             log = log + (limit - limit)  # below a limit of nan, who counts is not known
-        return dict(zip(self.sides, anchors.split(log), strict=True))
+        return anchors.split(log)
 
-    def numbers(self) -> dict[int, Tensor]:
+    def numbers(self) -> tuple[Tensor, ...]:
         """Return how many they are for each side's anchors, whatever the margin leaves out."""
         anchors = self.scores[0]
-        numbers = anchors.split(anchors.negative_counts)
-        return dict(zip(self.sides, numbers, strict=True))
+        return anchors.split(anchors.negative_counts)
 
 
 class Model(NamedTuple):
@@ -90,12 +90,14 @@ class Guide(NamedTuple):
 
 
 class Further(NamedTuple):
-    """What is passed in, or computed, beyond the similarities of images and texts."""
+    """What is passed in beyond images and texts; None for what is not there."""
 
-    model: Model  # of the loss
-    are_scores: bool  # whether the model has scores
-    negative_ids: IdsLike | None
-    guide: object  # scores or embeddings
+    negatives: Tensor | None = None
+    negative_ids: IdsLike | None = None
+    guide: Any = None  # scores, or a list of embeddings
+
+
+NOTHING = Further()
 
 
 def as_hardness(value: float | Sequence[float]) -> float | tuple[float, float]:
@@ -228,44 +230,29 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
                 candidates, its (N, M) scores, in a job with the texts of all processes. The loss is
                 nan if a number of the guide is.
         """
-        passed = Passed(images, texts, scores, (image_ids, text_ids))
-        groups = image_groups, text_groups
-        passed = self._parsed(passed, groups, words, matches, labels, targets)
-        further: Further | None = None
+        passed = Passed(images, texts, image_ids, text_ids, scores, image_groups, text_groups)
+        passed = self._parsed(passed, words, matches, labels, targets)
         among = self.image_image or self.text_text
         if among or not (negatives is None and negative_ids is None and guide is None):
-            own: Any = passed.images if scores is None else scores
-            model = Model(own, passed.texts, negatives, self.normalize)
-            further = Further(model, scores is not None, negative_ids, as_tensors(guide))
+            return self._with_further(passed, Further(negatives, negative_ids, as_tensors(guide)))
+        sim = self._similarity(passed, partial(self._check_options, passed))
+        return self._with_telemetry(self.compute(sim), sim)
+
+    def _with_further(self, passed: Passed, further: Further) -> Values:
+        """Return the loss with candidates outside the batch, or a guide."""
+        negatives, _, guide = further
         numbers: list[Tensor | None] = []  # the negatives' ids, parsed
 
         def check() -> str:
             """Check the input; return what has to be the same in all processes."""
-            self._check_options(negatives is not None)
-            if labels is not None and (among or self.joint):
-                expected = "expected False with labels, where all items are candidates"
-                raise ValueError(f"image_image, text_text, joint: {expected}")
-            if targets is not None and (self.joint or negative_ids is not None):
-                expected = "expected False and None with targets, which number texts"
-                raise ValueError(f"joint, negative_ids: {expected}")
-            if further is None:
-                return "without negatives, guide False"
-            self._check_further(further)
-            words, parsed = self._checked_negatives(further, passed.ids[0])
+            self._check_options(passed, further)
+            self._check_further(passed, further)
+            words, parsed = self._checked_negatives(passed, further)
             numbers.append(parsed)
             return f"{words}, guide {guide is not None}"
 
         sim = self._similarity(passed, check)
-        if further is None:
-            return self._with_telemetry(self.compute(sim), sim)
-        relation = FurtherRelation(sim, passed.ids, passed.related, numbers[0])
-        value = self._with_further(sim, further, relation)
-        return self._with_telemetry(value, sim)
-
-    def _with_further(self, sim: Similarity, further: Further, relation: FurtherRelation) -> Values:
-        """Return the loss with candidates outside the batch, or a guide."""
-        guide: Any = further.guide
-        models = [further.model]
+        models = [Model(passed.rows, passed.texts, negatives, self.normalize)]
         judge: Guide | None = None
         if guide is not None:
             in_cosines = self.margin is not None and abs(self.margin) < 1 and not self.relative
@@ -273,21 +260,34 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             judge = Guide(of_batch, zero_or_nan(guide))
         if isinstance(guide, list):
             models.append(Model(*guide))
-        return self.compute(sim, self._further(sim, models, relation), judge)
+        ids = passed.image_ids, passed.text_ids
+        relation = FurtherRelation(sim, ids, passed.related, numbers[0])
+        value = self.compute(sim, self._further(sim, models, relation), judge)
+        return self._with_telemetry(value, sim)
 
-    def _check_options(self, has_negatives: bool) -> None:
-        """Raise an error for options that do not go together."""
+    def _check_options(self, passed: Passed, further: Further = NOTHING) -> str:
+        """Raise an error for options that do not go together, or with the input; return what has
+        to be the same in all processes where there is nothing further.
+        """
         if self.joint and self.directions != "both":
             expected = "expected False, or directions='both', whose denominators it adds up"
             raise ValueError(f"joint: {expected}, got directions={self.directions!r}")
         if not self.in_batch:
-            self._check_without_batch(has_negatives)
-        if self.margin is not None:
-            return
-        if self.relative:
+            self._check_without_batch(further.negatives is not None)
+        if self.relative and self.margin is None:
             raise ValueError("relative: expected a margin with relative=True, got None")
-        if self.text_text == "unfiltered":
+        if self.text_text == "unfiltered" and self.margin is None:
             raise ValueError("text_text: expected a margin with text_text='unfiltered', got None")
+        related = passed.related
+        has_labels = related is not None and related.one_set
+        if has_labels and (self.image_image or self.text_text or self.joint):
+            expected = "expected False with labels, where all items are candidates"
+            raise ValueError(f"image_image, text_text, joint: {expected}")
+        has_targets = related is not None and related.targets is not None
+        if has_targets and (self.joint or further.negative_ids is not None):
+            expected = "expected False and None with targets, which number texts"
+            raise ValueError(f"joint, negative_ids: {expected}")
+        return "without negatives, guide False"
 
     def _check_without_batch(self, has_negatives: bool) -> None:
         """Raise an error for options that ``in_batch=False`` does not go with."""
@@ -299,59 +299,50 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         if not has_negatives:
             raise ValueError("in_batch: expected True, or negatives of the images, got none")
 
-    def _check_further(self, further: Further) -> None:
+    def _check_further(self, passed: Passed, further: Further) -> None:
         """Raise an error for options and further input that do not go together."""
         among = self.image_image or self.text_text
-        model = further.model
-        if among and (further.are_scores or not isinstance(model.images, Tensor)):
+        if among and not isinstance(passed.images, Tensor):
             expected = "expected False without embeddings of images and texts"
             raise ValueError(f"image_image, text_text: {expected}")
-        negatives = model.negatives
+        negatives, _, guide = further
         # those of all images are candidates of texts, too
         are_of_texts = self.text_text and getattr(negatives, "ndim", 0) != 3
         if self.directions == "text-image" and negatives is not None and not are_of_texts:
             expected = "expected directions='both' or 'image-text', as they are of images"
             meant = "with texts as queries, pass these as images"
             raise ValueError(f"negatives: {expected}, got 'text-image'; {meant}")
-        if further.guide is None:
+        if guide is None:
             return
         if self.margin is None:
             raise ValueError(
                 "guide: expected None without a margin, as the margin is for its scores"
             )
-        check_kind("guide", further.guide, negatives is not None)
-        if isinstance(further.guide, Tensor) and (negatives is not None or among):
+        check_kind("guide", guide, negatives is not None)
+        if isinstance(guide, Tensor) and (negatives is not None or among):
             expected = "expected embeddings with negatives, image_image and text_text"
             raise ValueError(f"guide: {expected}, got scores")
-        if isinstance(further.guide, list) and negatives is not None:
-            self._check_negatives_of_guide(further.guide[0], further.guide[2], model)
+        if isinstance(guide, list) and negatives is not None:
+            check_negatives(self, guide[0], guide[2], _OF_GUIDE_AND_NEGATIVES)
+            shape = negatives.shape if passed.scores is not None else negatives.shape[:-1]
+            if guide[2].shape[:-1] != shape:
+                expected = f"expected shape {(*shape, guide[0].shape[1])}, as of negatives"
+                raise ValueError(f"guide[2]: {expected}, got {tuple(guide[2].shape)}")
 
-    def _checked_negatives(
-        self, further: Further, image_ids: IdsLike | None
-    ) -> tuple[str, Tensor | None]:
+    def _checked_negatives(self, passed: Passed, further: Further) -> tuple[str, Tensor | None]:
         """Return what the negatives of a shared batch are, in words, and their int64 ids."""
-        negatives = further.model.negatives
-        negative_ids = further.negative_ids
+        negatives, negative_ids, _ = further
         if negatives is None:
             if negative_ids is not None:
                 raise ValueError("negative_ids: expected None without negatives")
             return "without negatives", None
-        are_scores = further.are_scores
-        check_negatives(self, further.model.images, negatives, _OF_NEGATIVES, are_scores)
-        numbers = as_negative_ids(negative_ids, image_ids, negatives, are_scores)
+        are_scores = passed.scores is not None
+        check_negatives(self, passed.rows, negatives, _OF_NEGATIVES, are_scores)
+        numbers = as_negative_ids(negative_ids, passed.image_ids, negatives, are_scores)
         kind = None if negative_ids is None else are_strings(negative_ids)
         has_ids = numbers is not None
         words = f"negatives of {negatives.dim()} dimensions with ids {has_ids}, of strings {kind}"
         return words, numbers
-
-    def _check_negatives_of_guide(self, images: Tensor, negatives: Tensor, model: Model) -> None:
-        """Raise an error unless a guide has embeddings of the same negatives."""
-        check_negatives(self, images, negatives, _OF_GUIDE_AND_NEGATIVES)
-        assert model.negatives is not None
-        shape = model.negatives.shape if model.texts is None else model.negatives.shape[:-1]
-        if negatives.shape[:-1] != shape:
-            expected = f"expected shape {(*shape, images.shape[1])}, as of negatives"
-            raise ValueError(f"guide[2]: {expected}, got {tuple(negatives.shape)}")
 
     def _further(
         self, sim: Similarity, models: Sequence[Model], relation: FurtherRelation
@@ -361,7 +352,9 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         ``models``: the loss's own, and the guide's, if it has embeddings.
         """
         parts: list[Part] = []
-        _, hardness = self._hardness_of_parts()
+        hardness = self.hardness
+        if isinstance(hardness, tuple):
+            hardness = hardness[1]
         if models[0].negatives is not None and self.directions != "text-image":
             scores = [self._negatives(sim, model, relation) for model in models]
             parts.append(Part((0,), scores, hardness, for_partners=bool(self.joint)))
@@ -382,12 +375,12 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         assert negatives is not None
         if negatives.dim() == 3:
             scores = scores_of_own(images, negatives, normalize)
-            return OwnNegatives(scores, relation.exist(scores), sim.sizes[0])
-        if texts is None:  # there are scores
+        elif texts is None:  # there are scores
             scores = negatives.to(compute_dtype(negatives))
-            return OwnNegatives(scores, relation.exist(scores), sim.sizes[0])
-        related = relation.with_negatives(0, len(images), negatives)
-        return self._compared(images, negatives, related, _OF_NEGATIVES, normalize)
+        else:
+            related = relation.with_negatives(0, len(images), negatives)
+            return self._compared(images, negatives, related, _OF_NEGATIVES, normalize)
+        return OwnNegatives(scores, relation.exist(scores), sim.sizes[0])
 
     def _among(self, side: int, model: Model, relation: FurtherRelation) -> Anchors:
         """Return the images of a model (``side`` 0), or its texts, with one another."""
@@ -423,7 +416,9 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         """
         anchors = self.anchors(sim)
         temperature = self._limited_temperature(sim)
-        hardness, _ = self._hardness_of_parts()
+        hardness = self.hardness
+        if isinstance(hardness, tuple):
+            hardness = hardness[0]
         if self.margin is None and not self.joint and not further:
             return functional.info_nce_loss(
                 anchors,
@@ -455,11 +450,6 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         if not self.in_batch or anchors.valid() is not None:
             valid = self._valid(sim, parts)
         return anchors.reduce(values, self.reduction, valid)
-
-    def _hardness_of_parts(self) -> tuple[float, float]:
-        """Return the hardness of the batch, and of further negatives."""
-        hardness = self.hardness
-        return hardness if isinstance(hardness, tuple) else (hardness, hardness)
 
     def _sides(self, sim: Similarity) -> tuple[int, ...]:
         """Return the sides whose anchors have values."""
@@ -544,12 +534,12 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
 BySide = dict[int, list[Tensor]]
 
 
-def by_side(parts: Sequence[Part], values: Sequence[dict[int, Tensor]]) -> tuple[BySide, BySide]:
+def by_side(parts: Sequence[Part], values: Sequence[tuple[Tensor, ...]]) -> tuple[BySide, BySide]:
     """Return the values of the parts of each side's own denominators, and of its partners'."""
     own: BySide = {0: [], 1: []}
     of_partners: BySide = {0: [], 1: []}
     for part, of_part in zip(parts, values, strict=True):
-        for side, value in of_part.items():
+        for side, value in zip(part.sides, of_part, strict=True):
             own[side].append(value)
             if part.for_partners:
                 of_partners[1 - side].append(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -87,37 +88,35 @@ class Matryoshka(WholeState):
         """
         images = options.pop("queries", None) if images is None else images
         texts = options.pop("documents", None) if texts is None else texts
-        names = self.argument_names[2:] + [""] * len(args)
-
-        def check() -> str:
-            """Check the input; return what has to be the same in all processes."""
-            check_dims(self.dims, self.weights)  # which are set one after the other
-            others = images if texts is None else texts  # of one set
-            check_dimensions(images, others, max(self.dims))
-            for x in [*args, *options.values()]:
-                if isinstance(x, CoupledMemory) and x.dim != images.shape[-1]:
-                    expected = f"one of dimension {images.shape[-1]} like images"
-                    raise ValueError(f"memory: expected {expected}, got {x.dim}")
-            return f"Matryoshka {self.extra_repr()}"
-
+        check = partial(self._checked, images, texts, [*args, *options.values()])
         if isinstance(self.loss, Loss):
             self.loss.agree(check)
         else:
             check()
-        parts = []
+        names = self.argument_names[2:] + [""] * len(args)
+        parts: list[Values] = []
         for d in self.dims:
+            others = None if texts is None else texts[..., :d]
             more = [first_dimensions(name, x, d) for name, x in zip(names, args, strict=False)]
             named = {name: first_dimensions(name, x, d) for name, x in options.items()}
-            others = None if texts is None else texts[..., :d]
             parts.append(self.loss(images[..., :d], others, *more, **named))
-        has_each = getattr(self.loss, "reduction", None) == "none"
-        if not has_each and isinstance(parts[0], Tensor):
-            weighted = [w * part for w, part in zip(self.weights, parts, strict=True)]
-            return sum(weighted)  # type: ignore[return-value]
         values: list[Tensor] = []
         for weight, part in zip(self.weights, parts, strict=True):
             values.extend(weight * x for x in tensors_of(part))
-        return tuple(values)
+        if getattr(self.loss, "reduction", None) == "none" or isinstance(parts[0], tuple):
+            return tuple(values)
+        return sum(values)  # type: ignore[return-value]
+
+    def _checked(self, images: Tensor, texts: Tensor | None, others: Sequence[object]) -> str:
+        """Check the input; return what has to be the same in all processes."""
+        check_dims(self.dims, self.weights)  # which are set one after the other
+        second = images if texts is None else texts  # of one set
+        check_dimensions(images, second, max(self.dims))
+        for x in others:
+            if isinstance(x, CoupledMemory) and x.dim != images.shape[-1]:
+                expected = f"one of dimension {images.shape[-1]} like images"
+                raise ValueError(f"memory: expected {expected}, got {x.dim}")
+        return f"Matryoshka {self.extra_repr()}"
 
     def extra_repr(self) -> str:
         """Return the dimensions and their weights, for ``repr``."""

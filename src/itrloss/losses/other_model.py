@@ -17,7 +17,7 @@ from ..distributed.consensus import described
 from ..distributed.parts import spread_columns
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from ..engine.vectors import Embeddings, compute_dtype
-from ..similarity import Similarity
+from ..similarity import Engine, Similarity
 from .base import SimilarityLoss
 
 OtherModel = Tensor | Sequence[Tensor]  # (N, M) scores, or embeddings (N, D) and (M, D)
@@ -86,42 +86,47 @@ def similarity_of(
         return f"{name} {[described(x) for x in parts]}"
 
     loss.agree(check)
-    numel = sim.pairs.shape[0] * sim.pairs.shape[1]
-    strict = loss.engine == "triton"
-    share = sim.share
     if isinstance(model, Tensor):
-        scores = model.T if sim.side else model
-        if share is not None:
-            scores = spread_columns(scores, share.processes, 0.0)
-        engine = choose_engine(loss.engine, numel, 8 * numel, scores)  # they are held anyway
-        matrix = Matrix.of_scores(Embeddings(scores, False), sim.pairs, engine, strict)
-        return looked_at(name, AnchorSide(matrix, sim.side, share), loss, in_cosines)
+        matrix = matrix_of_scores(model, sim, loss.engine)
+    else:
+        matrix = matrix_of_embeddings(model, sim, loss.engine)
+    other = Similarity.of_anchors(AnchorSide(matrix, sim.side, sim.share))
+    if loss.is_to_look(other):
+        with torch.no_grad():  # see `SimilarityLoss._look`
+            warn_of_vectors(other)
+            if in_cosines:
+                warn_of_units(type(loss).__name__, other, f"{name}: scores")
+    return other
+
+
+def matrix_of_scores(scores: Tensor, sim: Similarity, engine: Engine) -> Matrix:
+    """Return the matrix of other scores (N, M) of a similarity's images and texts."""
+    if sim.side:
+        scores = scores.T
+    if sim.share is not None:
+        scores = spread_columns(scores, sim.share.processes, 0.0)
+    n, m = sim.pairs.shape
+    chosen = choose_engine(engine, n * m, 8 * n * m, scores)  # they are held anyway
+    return Matrix.of_scores(Embeddings(scores, False), sim.pairs, chosen, engine == "triton")
+
+
+def matrix_of_embeddings(model: Sequence[Tensor], sim: Similarity, engine: Engine) -> Matrix:
+    """Return the matrix of another model's embeddings of a similarity's rows and columns."""
     rows, cols = model[1::-1] if sim.side else model[:2]
-    if share is not None:
-        n, m = share.processes.padded
+    if sim.share is not None:
+        n, m = sim.share.processes.padded
         rows = padded(rows, n)
-        cols = gather(padded(cols, m), share.processes.group)
-    budget = 0 if loss.engine == "tiled" else MEMORY_BUDGET
-    matrix = Matrix.of_embeddings(
+        cols = gather(padded(cols, m), sim.share.processes.group)
+    budget = 0 if engine == "tiled" else MEMORY_BUDGET
+    n, m = sim.pairs.shape
+    return Matrix.of_embeddings(
         Embeddings(rows, True),
         Embeddings(cols, True),
         sim.pairs,
-        choose_engine(loss.engine, numel, budget, rows),
+        choose_engine(engine, n * m, budget, rows),
         budget,
-        strict,
+        engine == "triton",
     )
-    return looked_at(name, AnchorSide(matrix, sim.side, share), loss, in_cosines)
-
-
-@torch.no_grad()  # see `SimilarityLoss._look`
-def looked_at(name: str, anchors: AnchorSide, loss: SimilarityLoss, in_cosines: bool) -> Similarity:
-    """Return another model's similarities; before the first batch, warn of vectors and units."""
-    sim = Similarity.of_anchors(anchors)
-    if loss.is_to_look(sim):
-        warn_of_vectors(sim)
-        if in_cosines:
-            warn_of_units(type(loss).__name__, sim, f"{name}: scores")
-    return sim
 
 
 def zero_or_nan(model: OtherModel) -> Tensor:

@@ -191,7 +191,8 @@ class PCMEPlusPlusLoss(SimilarityLoss):
             pseudo = values - self._gain_of_pseudo_positives(anchors, a, b)
             values = values + self.pseudo_weight * pseudo
         values = values / candidates.clamp_min(1)
-        values = values if divergence is None else values + self.vib_weight * divergence
+        if divergence is not None:
+            values = values + self.vib_weight * divergence
         return anchors.reduce(values, self.reduction, candidates > 0)
 
     def _gain_of_pseudo_positives(self, anchors: Anchors, a: Value, b: Value) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checks import Form, Learnt, option
 from ..checks.warnings import warn_of_form
@@ -87,17 +87,17 @@ class TemperatureLoss(SimilarityLoss):
         """Return τ for the scores of a batch, a parameter after it was limited."""
         if self.max_scale is not None:
             self._limit_scale(self.max_scale)
-        temperature = self.shared(self.temperature)
+        temperature = self.temperature
         if isinstance(temperature, Tensor):
             # its reciprocal in half types is inaccurate
-            return temperature.to(sim.dtype).squeeze()
+            return self.shared(temperature).to(sim.dtype).squeeze()
         return temperature
 
-    def _replicate_for_data_parallel(self) -> nn.Module:
+    def _replicate_for_data_parallel(self) -> Any:
         """Return a replica, for ``nn.DataParallel``, which limits its own copy of the scale."""
         if self.max_scale is not None:
             self._limit_scale(self.max_scale)
-        return super()._replicate_for_data_parallel()  # type: ignore[no-any-return]
+        return super()._replicate_for_data_parallel()
 
     def _look(self, loss: Values, sim: Similarity) -> None:
         """Warn of a batch, and of a temperature that was probably meant in another form."""

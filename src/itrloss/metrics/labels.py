@@ -144,7 +144,7 @@ def with_ids(
     check_matrix(name, matrix, "(N, M)", check_finite=True)
     warn_of_embeddings(name, matrix)
     matrix = matrix.detach()
-    if image_ids is None and text_ids is None:
+    if text_ids is None:  # nor are there image_ids
         if by_ids:
             matrix = fold_checked(matrix)
         n, m = matrix.shape

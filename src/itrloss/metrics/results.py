@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 WAYS = ("i2t", "t2i")
 RECALLS = (1, 5, 10)
+RECALL_NAMES = [f"{way}_r{k}" for way in WAYS for k in RECALLS]
 Ks = Sequence[int]
 _COLUMNS = (
     "direction",
@@ -43,14 +44,6 @@ _COLUMNS = (
     "average_precision_at_r",
     "first",
 )
-
-
-def recall_names(ks: Ks = RECALLS) -> list[str]:
-    """Return the names of R@K of both directions."""
-    return [f"{way}_r{k}" for way in WAYS for k in ks]
-
-
-RECALL_NAMES = recall_names()
 
 
 def as_ks(ks: Ks | Tensor | np.ndarray) -> tuple[int, ...]:
@@ -285,12 +278,9 @@ def joined(
         ids: (Q,) of all queries.
         size: number of candidates, with those that are in no part.
     """
-    width = 0  # of ranks
-    k = 0
-    for ranking in rankings:
-        width = max(width, ranking.ranks.shape[1])
-        k = max(k, ranking.top.indices.shape[1])
-    ranks = ids.new_zeros(len(ids), width)
+    most = max(ranking.ranks.shape[1] for ranking in rankings)  # positives of a query
+    k = max(ranking.top.indices.shape[1] for ranking in rankings)
+    ranks = ids.new_zeros(len(ids), most)
     grades = None
     if rankings[0].grades is not None:
         grades = rankings[0].grades.new_zeros(ranks.shape)

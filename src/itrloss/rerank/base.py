@@ -379,11 +379,10 @@ class Reranker(Options, ABC):
 def has_defaults_for_cosines(reranker: Reranker) -> bool:
     """Return whether a method has options for cosines, none of which was chosen."""
     parameters = inspect.signature(type(reranker)).parameters
-    chosen = []
     for name in reranker.cosine_options:
         if name not in parameters or getattr(reranker, name) != parameters[name].default:
-            chosen.append(name)
-    return bool(reranker.cosine_options) and not chosen
+            return False
+    return bool(reranker.cosine_options)
 
 
 @torch.no_grad()

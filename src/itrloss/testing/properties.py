@@ -132,7 +132,7 @@ def agrees_with_reference(subject: Subject) -> None:
             numbers = torch.cat([x.flatten() for x in values])
             weights = torch.linspace(0.5, 1.5, len(numbers), dtype=numbers.dtype)
             results.append({"values": values, **result_of(numbers @ weights, leaves, loss)})
-        same(*results)
+        same(results[0], results[1])
 
 
 @check("ids")
