@@ -22,7 +22,7 @@ BOX = "#8b919c"
 QUESTIONS = (
     ("Several captions an image,\nor an image twice in a batch?", "pass ids on both sides"),
     ("Many wrong pairs?", "GeneralizedCrossEntropyLoss(q=0.3)"),
-    ("Time to mine hard negatives?", "negatives=…, and hardness=2\nif pairs are clean"),
+    ("Time to mine hard negatives?", "negatives=…, in two calls"),
     ("Encoders fill the memory?", "grad_cache_step, or a queue:\nMemoryInfoNCELoss"),
     ("Several GPUs?", "gather=True"),
 )

@@ -125,11 +125,12 @@ def _labels_of_both(
 def _warn_of_labels(labels: Tensor, corpus_labels: Tensor) -> None:
     """Warn if labels leave out nothing, so that right answers are mined, or most of the corpus."""
     exist = corpus_labels != IGNORE_ID
-    missing = len(corpus_labels) - int(exist.any(1).sum())
-    if 2 * missing > len(corpus_labels):
+    total = len(corpus_labels)
+    missing = total - int(exist.any(1).sum())
+    if 2 * missing > total:
         warn(
-            f"corpus_ids: {missing / len(corpus_labels):.0%} of the corpus has no id but NO_ID, so that it does not "
-            "exist, and is no negative. What matches no query needs an id, such as -1"
+            f"corpus_ids: {missing / total:.0%} of the corpus has no id but NO_ID, so that it does "
+            "not exist, and is no negative. What matches no query needs an id, such as -1"
         )
     own = labels[labels != IGNORE_ID]
     of_corpus = corpus_labels[exist]

@@ -151,6 +151,15 @@ class Together(nn.ModuleList):
         return [loss(*batch) for loss in self]
 
 
+class FailsTogether(InfoNCE):
+    """Several processes cannot call it."""
+
+    def forward(self, *batch):
+        if self.gather:
+            raise ValueError("no loss of several processes")
+        return super().forward(*batch)
+
+
 @planted("several_processes", processes=2)
 class GatheredWithoutGradient(InfoNCE):
     """Other processes' embeddings get no gradient (open_clip#616, pytorch-metric-learning#363)."""

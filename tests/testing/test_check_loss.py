@@ -112,6 +112,12 @@ def test_gathered_losses_are_those_of_one_process():
     assert report.names("passed") == ["several_processes"]
 
 
+@pytest.mark.slow
+def test_an_error_in_a_process_is_reported():
+    with pytest.raises(ConformanceError, match="ValueError: no loss of several processes"):
+        check_loss(planted_programs.FailsTogether(), only=["several_processes"], processes=2)
+
+
 # ------------------------------------------------------------------------------------- planted bugs
 
 # A plain loss holds its scores; all bugs but those of memory do as well.

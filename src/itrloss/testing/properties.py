@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
 from ..torch_versions import untyped_storage
 from .registry import check
@@ -461,7 +461,11 @@ def several_processes(subject: Subject) -> None:
     world = subject.processes
     batch = subject.batch(8 * world, pairs=True)
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_process, (subject, batch, world, folder), world)
+        try:
+            spawn(_process, (subject, batch, world, folder), world)
+        except ProcessRaisedException as error:  # whose text is the process's traceback
+            last_line = str(error).strip().splitlines()[-1]
+            raise RuntimeError(f"in a process, {last_line}") from error
         results = [torch.load(Path(folder, f"{rank}.pt")) for rank in range(world)]
     for name, expected in subject.result(batch).items():
         found = torch.stack([result[name] for result in results])
