@@ -192,7 +192,8 @@ IN_TORCH = words(
     torch.is_autocast_enabled torch.is_grad_enabled torch.is_inference_mode_enabled
     torch.isclose torch.isin torch.lerp torch.linalg.qr torch.linalg.vecdot
     torch.linalg.vector_norm torch.linspace torch.load torch.logaddexp torch.matmul
-    torch.maximum torch.mean torch.minimum torch.mm torch.mul torch.multiprocessing.spawn.spawn
+    torch.maximum torch.mean torch.minimum torch.mm torch.mul
+    torch.multiprocessing.spawn.ProcessRaisedException torch.multiprocessing.spawn.spawn
     torch.mv torch.nan torch.ne torch.nn.Module torch.nn.functional.normalize
     torch.nn.functional.pad torch.nn.utils.rnn.pad_sequence torch.no_grad torch.ones
     torch.ones_like torch.optim.Adam torch.optim.Optimizer torch.optim.SGD torch.promote_types
