@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from numbers import Integral
 from typing import TypeAlias
 
@@ -108,11 +109,8 @@ def as_ids(
     return x.to(device, torch.int64, copy=True)
 
 
-def as_labels(name: str, ids: object, size: int, device: torch.device | None) -> Tensor:
-    """Return a copy of ids as (size,) int64, or of sets of labels as (size, k); see
-    :func:`as_ids`.
-    """
-    return as_ids(name, ids, size, device, may_be_sets=True)
+#: A copy of ids as (size,) int64, or of sets of labels as (size, k): :func:`as_ids` of both kinds.
+as_labels = partial(as_ids, may_be_sets=True)
 
 
 def as_indices(name: str, x: object, size: int, device: torch.device) -> Tensor:
