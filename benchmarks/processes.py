@@ -1,11 +1,12 @@
-"""Times of a loss over several processes of one thread each, on the CPU: ``python -m
-benchmarks.processes``.
+"""Times of a loss over several processes of one thread each, on the CPU:
+``python -m benchmarks.processes --out benchmarks/results/cpu_processes.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -22,13 +23,21 @@ from torch.multiprocessing.spawn import spawn
 
 import itrloss
 
-FORMS = (
-    "one process",
-    "its scores not kept",
-    "own rows alone",
-    "gathered",
-    "plain PyTorch, local loss",
-)
+from . import report, runner
+
+WORLD = 2
+# What is timed, and how the table calls it.
+FORMS = {
+    "one process": "one process, which keeps its scores",
+    "its scores not kept": "one process, scores not kept",
+    "own rows alone": "two processes, half of the work each, no exchange",
+    "gathered": "``gather=True``",
+    "plain PyTorch, local loss": (
+        "plain PyTorch: gathered with gradients, each process its images and its texts"
+    ),
+}
+IN_ONE_PROCESS = ("one process", "its scores not kept")
+LOSSES = {"InfoNCELoss": "InfoNCE", "SigmoidLoss": "SigLIP", "DiversityContrastiveLoss": "DCL"}
 
 
 def plain(images: Tensor, texts: Tensor) -> Tensor:
@@ -68,17 +77,17 @@ def worker(rank: int, folder: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     # PyTorch 2.13 deprecates the differentiable all_gather
     warnings.simplefilter("ignore", FutureWarning)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=args.processes)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
     torch.manual_seed(0)
     inputs = torch.randn(args.pairs, args.dim), torch.randn(args.pairs, args.dim)
     times: dict[str, dict[str, list[float]]] = {}
     for name in args.losses:
-        forms, times[name] = calls(name, *inputs, rank, args.processes), {}
+        forms, times[name] = calls(name, *inputs, rank, WORLD), {}
         for step in range(args.repeats + 1):
             for form, call in forms.items():
                 dist.barrier()
                 start = time.perf_counter()
-                if form not in FORMS[:2] or rank == 0:  # one process computes, the others wait
+                if form not in IN_ONE_PROCESS or rank == 0:  # one process computes, the others wait
                     call().backward()
                 dist.barrier()
                 if step:
@@ -88,30 +97,50 @@ def worker(rank: int, folder: str, args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure and print medians, in seconds and relative to one process."""
+def rows_of(times: dict[str, dict[str, list[float]]], shape: list[int]) -> list[dict[str, Any]]:
+    """Return a row for each loss and form: the median of the seconds, and of their ratios to one
+    process.
+    """
+    rows = []
+    for form, how in FORMS.items():
+        for name, forms in times.items():
+            if form not in forms:
+                continue
+            ratios = [a / b for a, b in zip(forms[form], forms["one process"], strict=True)]
+            rows.append(
+                {
+                    "how": how,
+                    "loss": LOSSES[name],
+                    "shape": shape,
+                    "seconds": round(statistics.median(forms[form]), 3),
+                    "to one process": round(statistics.median(ratios), 3),
+                }
+            )
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print and write medians; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument(
-        "--pairs", type=int, default=8192, help="of all processes, a multiple of their number"
-    )
+    parser.add_argument("--pairs", type=int, default=8192, help="of both processes, an even number")
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument(
-        "--losses", nargs="+", default=["InfoNCELoss", "SigmoidLoss", "DiversityContrastiveLoss"]
-    )
+    parser.add_argument("--losses", nargs="+", default=[*LOSSES], choices=LOSSES)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
+    if args.out:
+        report.check_path(args.out)
+    torch.set_num_threads(1)  # as in each process
     with tempfile.TemporaryDirectory() as folder:
-        spawn(worker, (folder, args), args.processes)
+        spawn(worker, (folder, args), WORLD)
         times = torch.load(Path(folder, "times.pt"))
-    for name, forms in times.items():
-        print(f"{name}, {args.pairs} pairs of {args.dim} dimensions, {args.processes} processes")
-        for form, seconds in forms.items():
-            ratio = statistics.median(
-                a / b for a, b in zip(seconds, forms["one process"], strict=True)
-            )
-            print(f"  {form:26} {statistics.median(seconds):7.3f} s  {ratio:5.2f}")
+    rows = rows_of(times, [args.pairs, args.pairs, args.dim])
+    for row in rows:
+        print(row)
+    if args.out:
+        report.save(args.out, runner.machine("cpu"), rows)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -530,13 +530,15 @@ def test_mining_is_measured_and_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_are_timed(capsys, monkeypatch):
+def test_processes_are_timed_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "spawn", start)
-    command = "--pairs 32 --dim 8 --repeats 1 --losses InfoNCELoss"
-    processes.main(command.split())
-    first, *others = capsys.readouterr().out.splitlines()
-    assert first.startswith("InfoNCELoss, 32 pairs")
-    assert len(others) == len(processes.FORMS)
+    out = tmp_path / "processes.json"
+    command = f"--pairs 32 --dim 8 --repeats 1 --losses InfoNCELoss --out {out}"
+    assert processes.main(command.split()) == 0
+    rows = check_record(out)
+    assert [row["how"] for row in rows] == [*processes.FORMS.values()]
+    assert rows[0]["to one process"] == 1
+    assert min(row["seconds"] for row in rows) > 0
 
 
 @pytest.mark.parametrize(
