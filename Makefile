@@ -4,19 +4,19 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 COMMA := ,
 
-.PHONY: demo test thorough checks versions version newest dist lint types docs snippets pages clean
+.PHONY: demo test fast thorough versions version newest dist lint types docs clean
 
 demo: $(STAMP)  ## train, evaluate and re-rank on the drawn data set; leaves demo/report.html
 	$(BIN)/python -m examples.retrieval.demo --out demo
 
-test: checks  ## in minutes: tests that are not slow, and a sample of those with many cases
+test: $(STAMP)  ## in minutes: linter, types and documentation beside the fast tests
+	$(MAKE) --no-print-directory --jobs=2 lint types docs fast
+
+fast: $(STAMP)  ## tests that are not slow, and a sample of those with many cases
 	$(BIN)/python -m pytest --fast -n auto --maxprocesses 4
 
-thorough: checks  ## everything, in a quarter of an hour
+thorough: $(STAMP)  ## all tests, in a quarter of an hour
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
-
-checks: $(STAMP)  ## linter, types and documentation, two at a time
-	$(MAKE) --no-print-directory --jobs=2 lint types snippets pages
 
 # PyTorch and a NumPy that goes with it; Python 3.10 and 3.11 have all of them.
 VERSIONS ?= 1.13.1=1.24.4 2.4.1=1.26.4 2.8.0=1.24.4
@@ -64,14 +64,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyrefly check --min-severity error
 
-docs: $(STAMP)  ## warnings are errors; the snippets run while the pages are written
-	$(MAKE) --no-print-directory --jobs=2 snippets pages
-
-snippets: $(STAMP)
-	$(BIN)/python -m sphinx -W --keep-going -q -b doctest docs docs/_build/doctest
-
-pages: $(STAMP)
+# Both builders read the pages once.
+docs: $(STAMP)  ## warnings are errors; the pages are written, then their snippets run
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -q -b doctest -d docs/_build/html/.doctrees docs docs/_build/doctest
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("itrloss needs Python 3.10 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'

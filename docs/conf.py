@@ -1,5 +1,5 @@
-"""Sphinx configuration. Built by ``make docs``: first the snippets are run, then the pages are
-written.
+"""Sphinx configuration. Built by ``make docs``: first the pages are written, then the snippets are
+run.
 """
 
 import re

@@ -67,7 +67,11 @@ class Training:
         self.memory = itrloss.CoupledMemory(size=128, dim=DIM).to(device)
         self.criterion = itrloss.MemoryInfoNCELoss(learnable=True, gather=True).to(device)
         self.trained = [*self.towers.parameters(), *self.criterion.parameters()]
-        self.optimizer = torch.optim.AdamW(self.trained, lr=3e-3)
+        groups = [
+            {"params": self.towers.parameters()},
+            {"params": self.criterion.parameters(), "weight_decay": 0.0},  # of the temperature
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=3e-3)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps)
         self.scaler = torch.amp.GradScaler(device.type)
         # The memory and the momentum encoder stay outside of the wrapper, which would send their
