@@ -10,11 +10,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = ROOT / "src" / "itrloss" / "engine"
+RECORDS = ROOT / "benchmarks" / "results"
 
 
 def commit() -> str:
-    """Return the commit of the checkout, with "-dirty" if it was changed; "" without Git."""
-    return output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*")
+    """Return the commit of the checkout, with "-dirty" if a file but the records was changed; ""
+    without Git.
+    """
+    git = "git", "-C", str(ROOT)
+    number = output(*git, "describe", "--always", "--exclude=*")
+    records = f":(exclude){RECORDS.relative_to(ROOT)}"
+    changed = output(*git, "status", "--porcelain", "--untracked-files=no", "--", ".", records)
+    return f"{number}-dirty" if changed else number
 
 
 def output(*command: str) -> str:

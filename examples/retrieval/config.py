@@ -70,7 +70,7 @@ class Config:
 
     # loss
     loss: str = "infonce"
-    """triplet, infonce, sigmoid, hal, dcl, mdcl, uto (USER), coder or dvse."""
+    """triplet, infonce, sigmoid, gce, hal, dcl, mdcl, uto (USER), coder or dvse."""
     loss_options: dict[str, Any] = field(default_factory=dict)
     """Handed to the constructor of the loss: loss_options.margin=0.2."""
     warmup_epochs: NonNegativeInt = 1

@@ -20,6 +20,7 @@ LOSSES: dict[str, type[nn.Module]] = {
     "triplet": itrloss.TripletLoss,
     "infonce": itrloss.InfoNCELoss,
     "sigmoid": itrloss.SigmoidLoss,
+    "gce": itrloss.GeneralizedCrossEntropyLoss,
     "hal": itrloss.HubnessAwareLoss,
     "dcl": itrloss.DiversityContrastiveLoss,
     "mdcl": itrloss.MemoryDiversityContrastiveLoss,
