@@ -1,8 +1,9 @@
 """Fast Re-ranking with all metrics from embeddings, compared with its two bare products and the
 loops of RR and MR.
 
-    python -m benchmarks.reranking --out benchmarks/results/cpu_reranking.json python -m
-    benchmarks.reranking --slice 2000     # the ten best of 100 000 x 500 000, by 2000 of the images
+    python -m benchmarks.reranking --out benchmarks/results/cpu_reranking.json
+    python -m benchmarks.reranking --slice 2000     # of 100 000 x 500 000, by 2000 of the images
+    python -m benchmarks.reranking --methods --out benchmarks/results/cpu_rerank_command.json
 
 RR (MTFN) and MR (GaLR) are implemented as in their papers' public code, in NumPy: sort the matrix
 both ways, then search for each query among the sorted queries of each of its candidates. If that
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from itrloss import Similarity
+from itrloss.cli.comparison import compare_rerankers
 from itrloss.metrics import retrieval_metrics
 from itrloss.rerank import FastReranker
 
@@ -191,6 +193,17 @@ def measure_slice(part: int, n: int = 100_000, m: int = 500_000, dim: int = 512)
     }
 
 
+def measure_methods(n: int, m: int) -> list[dict[str, Any]]:
+    """Return a row for each method with the column *time* of ``itrloss rerank``, the fastest
+    first.
+    """
+    images, texts, ids = embeddings(n, m)
+    scores = Similarity(images, texts, *ids).scores()
+    entries = compare_rerankers(scores, samples=100).entries
+    rows = [{"method": x.name, "shape": [n, m], "seconds": round(x.seconds, 2)} for x in entries]
+    return sorted(rows, key=lambda row: row["seconds"])
+
+
 def main() -> int:
     """Measure, print and write the results; return the exit status."""
     parser = argparse.ArgumentParser(
@@ -203,18 +216,24 @@ def main() -> int:
         metavar="IMAGES",
         help="instead, measure this many of 100 000 images with 500 000 texts",
     )
+    parser.add_argument(
+        "--methods", action="store_true", help="instead, time all methods of itrloss rerank"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds: expected at least 1, got {args.rounds}")
     if args.out:
         report.check_path(args.out)
+    found: Iterable[dict[str, Any]]
+    if args.slice:
+        found = [measure_slice(args.slice)]
+    elif args.methods:
+        found = measure_methods(*SIZES[-1])
+    else:
+        found = (measure(n, m, args.rounds) for n, m in SIZES)
     rows = []
-    for row in (
-        [measure_slice(args.slice)]
-        if args.slice
-        else (measure(n, m, args.rounds) for n, m in SIZES)
-    ):
+    for row in found:
         rows.append(row)
         for name, value in row.items():
             print(f"{name}: {value}")

@@ -519,6 +519,17 @@ def test_reranking_is_measured_and_written(monkeypatch, tmp_path, capsys):
     assert "rr to fast on the matrix: " in capsys.readouterr().out
 
 
+def test_methods_of_the_command_are_timed_and_written(monkeypatch, tmp_path):
+    out = tmp_path / "methods.json"
+    monkeypatch.setattr(reranking, "SIZES", ((6, 30),))
+    monkeypatch.setattr(sys, "argv", ["reranking", "--methods", "--out", str(out)])
+    assert reranking.main() == 0
+    rows = check_record(out)
+    assert {"no re-ranking", "csls", "fast"} <= {row["method"] for row in rows}
+    seconds = [row["seconds"] for row in rows]
+    assert seconds == sorted(seconds)
+
+
 def test_mining_is_measured_and_written(tmp_path):
     out = tmp_path / "mining.json"
     assert mining.main(["--shape", "20", "3000", "16", "--rounds", "1", "--out", str(out)]) == 0
