@@ -520,7 +520,7 @@ def test_reranking_is_measured_and_written(monkeypatch, tmp_path, capsys):
 
 
 def test_methods_of_the_command_are_timed_and_written(monkeypatch, tmp_path):
-    out = tmp_path / "methods.json"
+    out = tmp_path / "rerank_command.json"
     monkeypatch.setattr(reranking, "SIZES", ((6, 30),))
     monkeypatch.setattr(sys, "argv", ["reranking", "--methods", "--out", str(out)])
     assert reranking.main() == 0
