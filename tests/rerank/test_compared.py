@@ -56,7 +56,7 @@ def test_re_rankers_get_banks_unless_they_have_some():
     of_own = QueryBankNorm(15.0).fit(*BANKS)
     found = compare_rerankers(SIM, (of_own, QueryBankNorm(14.0)), samples=9)
     assert [entry.reranker for entry in found.entries] == [None, of_own]
-    assert "QueryBankNorm(scale=14.0, k=1) was left out: needs banks" in found.notes[0]
+    assert "QueryBankNorm(scale=14.0, k=1) was left out: needs banks" in found.hints[0]
 
 
 FORMS = {
@@ -78,6 +78,40 @@ def test_scores_and_held_out_scores_may_have_any_form(form):
     )
     assert len(wanted) == 4
     assert rsums(FORMS[form](COSINES), validation=FORMS[form](held_out), **options) == wanted
+
+
+def test_the_method_to_take_is_the_best_on_held_out_pairs():
+    """Whatever the test set says; by a bank of scores a method has no figure with them."""
+    draw = torch.Generator().manual_seed(3)
+    held_out = torch.rand(12, 24, generator=draw) / 4
+    held_out[IDS[1], torch.arange(24)] += 0.1
+    held_out += 0.3 * torch.rand(24, generator=draw)  # hubs
+    methods = ("csls", "inverted-softmax", "sinkhorn")
+    bank = torch.rand(30, 24, generator=draw)
+    found = compare_rerankers(COSINES, methods, (bank, None), held_out, samples=9)
+    figures = {}
+    for entry in found.entries:
+        if "bank" in entry.name:
+            assert entry.held_out is None
+            continue
+        figures[entry.name] = retrieval_metrics(held_out, reranker=entry.reranker)["rsum"]
+        assert entry.held_out == figures[entry.name]
+    best = max(figures, key=figures.__getitem__)
+    assert best != "no re-ranking"
+    assert found.advised is not None and found.advised.name == best
+    assert found.hints == [
+        f"Take {best}: of these rows it has the highest RSUM on the held-out pairs, "
+        f"{figures[best]:.1f}."
+    ]
+
+
+def test_latex_has_no_advice():
+    found = compare_rerankers(COSINES, ("csls", "qb-norm"), samples=9)
+    table = found.table()
+    assert [hint.split()[0] for hint in table.hints] == ["qb-norm", "Take"]
+    text = tables.latex(table)
+    assert "Changes are against the first row" in text
+    assert not any(word in text for word in ("left out", "Choose", "Take"))
 
 
 def test_pairs_are_numbered_as_the_scores_are_given(tmp_path, capsys):

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import rerank
 from ..checks import one_of
 from ..checks.warnings import UnfitScalesWarning, are_the_same, warn
-from ..metrics import RetrievalResults, compare_all, retrieval_results
+from ..metrics import RetrievalResults, compare_all, retrieval_metrics, retrieval_results
 from ..metrics.labels import with_ids
 from ..metrics.matching import rows_of
 from ..metrics.relevance import Rules
@@ -40,11 +40,9 @@ METHODS: dict[str, type[Reranker]] = {
 }
 PLAIN = "no re-ranking"
 CALIBRATED = "fast, calibrated"
-# which method to take, by its name: the first that is there, and why (docs/reranking.rst, On
-# trained models, and docs/results.rst, Judged relevance)
+# which method to take without held-out pairs, by its name: the first that is there, and why
+# (docs/reranking.rst, On trained models, and docs/results.rst, Judged relevance)
 _ADVICE = {
-    f"{CALIBRATED}, bank": "held-out labels chose its scales, and no query depends on another",
-    CALIBRATED: "held-out labels chose its scales",
     "nnn, bank": "no query depends on another, and in our runs it was among the best by a bank",
     "csls, bank": "no query depends on another",
     "csls": "in our runs it gained most of six methods where people judged relevance",
@@ -71,8 +69,8 @@ def compare_rerankers(
             ``Sinkhorn(scale=50)``.
         banks: queries of another set, of images and of texts, see
             :meth:`itrloss.rerank.Reranker.fit`. Re-rankers with banks of their own keep these.
-        validation: held-out pairs that ``"fast"`` is calibrated on, too: as ``sim``, of other
-            images and texts.
+        validation: held-out pairs, as ``sim``, of other images and texts. ``"fast"`` is calibrated
+            on them, too, and the method with the highest RSUM on them is the one to take.
         track: what shows progress over a list, such as ``tqdm`` or ``rich.progress.track``.
         folds: see :func:`itrloss.metrics.retrieval_results`.
         rules: the arguments ``relevant``, ``exclude`` and ``candidates`` of the same function, by
@@ -95,22 +93,23 @@ def compare_rerankers(
     if validation is not None:
         validation = with_ids("validation", validation, None, None)
         _check_held_out(validation, sim)
-        if "fast" not in rerankers:
-            raise ValueError("validation: expected 'fast' among methods, which is calibrated on it")
-    rerankers, notes = _that_fit(rerankers, sim, banks)
+    rerankers, hints = _that_fit(rerankers, sim, banks)
     trials = _trials(rerankers, banks, validation)
     _warn_of_units(sim, rerankers)
     entries = []
+    notes = []
     for trial in track(trials):
         entry = _tried(trial, sim, folds, rules)
+        if validation is not None:
+            entry = replace(entry, held_out=_held_out_rsum(trial, entry, validation))
         entries.append(entry)
         if trial.validation is not None:
             notes.append(f"{entry.name}: {entry.reranker!r}, chosen on held-out pairs.")
     found = _compared(entries, samples)
-    advised, why = _advice(found.entries)
+    advised, why = _advice(found.entries) if validation is None else _best_held_out(found.entries)
     if len(entries) > 1:
-        notes.append(why)
-    return replace(found, notes=notes, advised=advised)
+        hints.append(why)
+    return replace(found, notes=notes, hints=hints, advised=advised)
 
 
 def _that_fit(
@@ -118,14 +117,14 @@ def _that_fit(
 ) -> tuple[dict[str, Reranker], list[str]]:
     """Return the methods that can rank the scores, and why others are left out."""
     fitting: dict[str, Reranker] = {}
-    notes: list[str] = []
+    hints: list[str] = []
     for name, method in rerankers.items():
         why = _obstacle(method, sim, banks)
         if why:
-            notes.append(f"{name} was left out: {why}.")
+            hints.append(f"{name} was left out: {why}.")
         else:
             fitting[name] = method
-    return fitting, notes
+    return fitting, hints
 
 
 @dataclass(frozen=True)
@@ -167,6 +166,15 @@ def _tried(trial: _Trial, sim: Similarity, folds: int, rules: Rules) -> Entry:
     return Entry(name, results, trial.method, reranker, any(transductive), seconds)
 
 
+def _held_out_rsum(trial: _Trial, entry: Entry, validation: Similarity) -> float | None:
+    """Return the RSUM of held-out pairs; None by a bank of scores, which has none with them."""
+    if trial.banks is not None and validation.embeddings is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnfitScalesWarning)
+        return retrieval_metrics(validation, reranker=entry.reranker)["rsum"]
+
+
 def _check_held_out(validation: Similarity, sim: Similarity) -> None:
     """Raise a ValueError for pairs with the images or the texts of the test set."""
     for test, other in ((sim, validation), (sim.T, validation.T)):
@@ -195,6 +203,14 @@ def _advice(entries: Sequence[Entry]) -> tuple[Entry | None, str]:
             if entry.name == name and entry.changes["rsum"].low > 0:
                 return entry, f"Take {name}: {why}."
     return None, "Choose on held-out pairs: the best row is chosen by the test set's labels."
+
+
+def _best_held_out(entries: Sequence[Entry]) -> tuple[Entry | None, str]:
+    """Return the entry with the highest RSUM on held-out pairs, and a sentence that says so."""
+    measured = [entry for entry in entries if entry.held_out is not None]
+    best = max(measured, key=lambda entry: entry.held_out or 0.0)
+    why = f"of these rows it has the highest RSUM on the held-out pairs, {best.held_out:.1f}"
+    return best if best.reranker is not None else None, f"Take {best.name}: {why}."
 
 
 def _compared(entries: Sequence[Entry], samples: int | None) -> SystemComparison:

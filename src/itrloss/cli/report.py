@@ -69,7 +69,7 @@ def _table_blocks(comparison: SystemComparison, table: Table) -> list[Block]:
     for frame in table.frames:
         style = styled(frame, "html", "font-weight: bold").set_uuid(f"table{len(blocks)}")
         blocks.append({"html": style.to_html(table_attributes='class="dataframe"')})
-    blocks += [{"note": note} for note in table.notes]
+    blocks += [{"note": note} for note in (*table.notes, *table.hints)]
     compared = comparison.entries[1:]
     if compared:
         values = {"rows": [entry.changes["rsum"][:3] for entry in compared]}

@@ -66,6 +66,7 @@ class Entry:
         reranker: None: no re-ranking.
         transductive: whether the result of a query depends on the other test queries.
         seconds: how long it took; 0 of models.
+        held_out: its RSUM on held-out pairs, if there are any.
         changes: the differences of the RSUM and of R@1 of both directions from the first entry,
             with p-values that Holm's method corrected over all entries; empty for the first.
     """
@@ -76,6 +77,7 @@ class Entry:
     reranker: Reranker | None = None
     transductive: bool = False
     seconds: float = 0.0
+    held_out: float | None = None
     changes: Mapping[str, Comparison] = field(default_factory=dict)
 
     @property
@@ -92,10 +94,12 @@ class Table:
         frames: data frames with the names of methods as index and two levels of columns. Numbers
             are printed in one decimal, and the highest of each column is bold in LaTeX and HTML.
         notes: sentences below the frames.
+        hints: what to do next, below the notes; LaTeX leaves them out.
     """
 
     frames: Sequence[pd.DataFrame]
     notes: Sequence[str] = ()
+    hints: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -106,12 +110,14 @@ class SystemComparison:
         entries: of re-rankers, first the one without re-ranking.
         samples: how many there were of the bootstrap behind the changes.
         notes: sentences on the entries.
+        hints: which method to take, and which were left out.
         advised: of re-rankers, the one to take, if there is advice.
     """
 
     entries: Sequence[Entry]
     samples: int = 0
     notes: Sequence[str] = ()
+    hints: Sequence[str] = ()
     advised: Entry | None = None
 
     def table(self, ks: Ks = RECALLS, *, timed: bool = False) -> Table:
@@ -129,7 +135,7 @@ class SystemComparison:
             changes = [_changes(entry) for entry in self.entries[1:]]
             frames.append(frame(names[1:], changes))
         notes = _notes(self.entries, tests, self.samples)
-        return Table(frames, [*notes, *self.notes])
+        return Table(frames, [*notes, *self.notes], self.hints)
 
 
 def frame(names: Sequence[str], lines: Sequence[Line]) -> pd.DataFrame:
@@ -221,7 +227,7 @@ def show(table: Table, console: Console) -> None:
             style = "bold green" if is_best else ""
             grid.add_row(f"{name}{' ★' * is_best}", *cells, style=style)
         console.print(grid, "", markup=False, highlight=False)
-    for note in table.notes:
+    for note in (*table.notes, *table.hints):
         console.print(note, markup=False, highlight=False)
 
 
