@@ -21,8 +21,8 @@ ALT = "Diagram"
 BOX = "#8b919c"
 QUESTIONS = (
     ("Several captions an image,\nor an image twice in a batch?", "pass ids on both sides"),
-    ("Many wrong pairs?", "GeneralizedCrossEntropyLoss(q=0.3)"),
-    ("Time to mine hard negatives?", "negatives=…, in two calls"),
+    ("A fifth of the pairs wrong,\nor more?", "GeneralizedCrossEntropy-\nLoss(0.1, q=0.3)"),
+    ("Time to mine hard negatives?", "InfoNCELoss with negatives=…,\nin two calls"),
     ("Encoders fill the memory?", "grad_cache_step, or a queue:\nMemoryInfoNCELoss"),
     ("Several GPUs?", "gather=True"),
 )
