@@ -105,6 +105,21 @@ def test_the_method_to_take_is_the_best_on_held_out_pairs():
     ]
 
 
+def test_banks_are_of_held_out_pairs_too_if_all_are_embeddings():
+    images, texts = embeddings(12, 24, d=8, seed=9)
+    held_out = Similarity(images, images.repeat_interleave(2, 0) + texts, *IDS)
+    own = CSLS(3).fit(*BANKS)
+    for validation in held_out, held_out.scores():
+        found = compare_rerankers(SIM, ("csls", own), BANKS, validation, samples=9)
+        for entry in found.entries:
+            has_bank = entry.reranker is not None and not all(entry.reranker.transductive)
+            if has_bank and validation is not held_out:
+                assert entry.held_out is None
+            else:
+                wanted = retrieval_metrics(validation, reranker=entry.reranker)["rsum"]
+                assert entry.held_out == wanted
+
+
 def test_latex_has_no_advice():
     found = compare_rerankers(COSINES, ("csls", "qb-norm"), samples=9)
     table = found.table()

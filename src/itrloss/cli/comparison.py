@@ -101,7 +101,7 @@ def compare_rerankers(
     for trial in track(trials):
         entry = _tried(trial, sim, folds, rules)
         if validation is not None:
-            entry = replace(entry, held_out=_held_out_rsum(trial, entry, validation))
+            entry = replace(entry, held_out=_held_out_rsum(entry, sim, validation))
         entries.append(entry)
         if trial.validation is not None:
             notes.append(f"{entry.name}: {entry.reranker!r}, chosen on held-out pairs.")
@@ -166,13 +166,17 @@ def _tried(trial: _Trial, sim: Similarity, folds: int, rules: Rules) -> Entry:
     return Entry(name, results, trial.method, reranker, any(transductive), seconds)
 
 
-def _held_out_rsum(trial: _Trial, entry: Entry, validation: Similarity) -> float | None:
-    """Return the RSUM of held-out pairs; None by a bank of scores, which has none with them."""
-    if trial.banks is not None and validation.embeddings is None:
-        return None
+def _held_out_rsum(entry: Entry, sim: Similarity, validation: Similarity) -> float | None:
+    """Return the RSUM of held-out pairs; None by a bank of scores, which are the test set's."""
+    reranker = entry.reranker
+    are_embeddings = sim.embeddings is not None and validation.embeddings is not None
+    if reranker is not None and not are_embeddings:
+        has_bank = not all(reranker.transductive)
+        if has_bank or reranker.needs_embeddings:
+            return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnfitScalesWarning)
-        return retrieval_metrics(validation, reranker=entry.reranker)["rsum"]
+        return retrieval_metrics(validation, reranker=reranker)["rsum"]
 
 
 def _check_held_out(validation: Similarity, sim: Similarity) -> None:
