@@ -103,7 +103,7 @@ def processes() -> Figure:
         about = f"process {row}: its images,\nand all texts"
         axes.text(-0.1, -row - 0.5, about, ha="right", va="center", size=8.5)
     notes = (
-        "all-gather of all texts,\nN × D numbers",
+        "all-gather of all texts,\nM × D numbers",
         "each its own rows:\n1/W of the work",
         "each text's sums are added up,\none number a text",
         "backward: reduce-scatter of\nthe gradients of the texts",
