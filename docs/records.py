@@ -153,7 +153,7 @@ def first_seed(study, name, after=False):
 def rows_of_trainer(**where):
     """Return rows of the example trainer, and the names of the records that have them."""
     rows, records = [], []
-    for record in ("trainer", "infonce_trainer", "single_losses"):
+    for record in ("trainer", "infonce_trainer", "gce_siglip_trainer"):
         found = [x for x in load(record)["rows"] if where.items() <= x.items()]
         if found:
             rows += found
