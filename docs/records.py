@@ -170,6 +170,15 @@ def extent(records, key, form=".1f", scale=1.0, **where):
     return Figure(least if least == most else f"{least}–{most}", tuple(records))
 
 
+def ahead_of_infonce(system):
+    """Return the lead of a system over InfoNCE, both re-ranked; seed 0 with the code of 0.1.0."""
+    study = "systems, seed 0 with the code of 0.1.0"
+    (row,) = rows_of("trainer", study=study, name=system)
+    rows, records = rows_of_trainer(study="systems", name="InfoNCE", split="dev")
+    difference = row["re-ranked"] - rows[1]["RSUM"][0]
+    return Figure(number(difference, "+.1f"), ("trainer", *records))
+
+
 def tried(name, settings):
     """Return RSUM of one run of the example trainer with other settings."""
     return value("trainer", "RSUM", study="tried", name=name, settings=settings)

@@ -89,7 +89,7 @@ class Rerank(Reranking):
 
     scores: Annotated[Source, _array("SCORES")]
     transpose: Annotated[bool, _TRANSPOSE] = False
-    val: Annotated[Read, _file(_HELD_OUT, "held-out scores, which calibrate fast")] = None
+    val: Annotated[Read, _file(_HELD_OUT, "held-out scores, to choose the method")] = None
 
     @property
     def inputs(self) -> list[Source]:
@@ -111,7 +111,7 @@ class Evaluate(Reranking):
     texts: Annotated[Source, _array("TEXTS")]
     val: Annotated[
         tuple[Source, Source] | None,
-        _file(_HELD_OUT, "held-out embeddings, which calibrate fast", "IMAGES TEXTS"),
+        _file(_HELD_OUT, "held-out embeddings, to choose the method", "IMAGES TEXTS"),
     ] = None
 
     @property
