@@ -54,7 +54,7 @@ def drawn(table, label):
     given = {
         head[i]: [row[i] for row in rows]
         for i in range(1, len(head))
-        if head[i].startswith("RSUM, ")
+        if head[i].startswith("RSUM, ") and ENDS.fullmatch(rows[0][i].replace("−", "-"))
     }
     groups = {
         title.removeprefix("RSUM, "): [interval(x) for x in cells] for title, cells in given.items()

@@ -113,6 +113,11 @@ def number(value, form=".1f"):
     return format(value, form).replace("-", "−")
 
 
+def shape_of(row):
+    """Return a shape in one line, as in 128 × 128 × 1024."""
+    return "\u00a0×\u00a0".join(map(str, row["shape"]))
+
+
 def spread_of(values, form=".1f"):
     """Return the mean ± standard deviation of values of several seeds, or the one value."""
     if isinstance(values, dict):
@@ -468,7 +473,7 @@ def cases(name):
     """Return the rows of each case of a record by their variants."""
     found = {}
     for row in rows_of(name):
-        shape = " × ".join(map(str, row["shape"]))
+        shape = shape_of(row)
         found.setdefault((row["loss"], shape), {})[row["variant"]] = row
     return found
 
@@ -499,7 +504,7 @@ def gpu():
             share_of_products(graphed),
             extent(GPU, "peak_mb", ".0f", **ours),
         ]
-        rows.append([title, f"{shape[0]}² × {shape[2]}", *(cell.text for cell in cells)])
+        rows.append([title, f"{shape[0]}²\u00a0×\u00a0{shape[2]}", *(cell.text for cell in cells)])
     return Table(rows, GPU)
 
 
@@ -520,7 +525,7 @@ def gpu_peers():
     found = {}
     for row in rows_of(name, step="peers"):
         if "seconds" in row and "loss" in row:
-            shape = " × ".join(map(str, row["shape"]))
+            shape = shape_of(row)
             found.setdefault(f"{row['loss']} {shape}", []).append(row)
     for case, of in found.items():
         for row in of:
