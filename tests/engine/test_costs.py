@@ -204,6 +204,15 @@ def test_kept_scores_are_multiplied_out_once(name):
     assert products.flops == 6 * n * m * d
 
 
+def test_metrics_multiply_scores_out_once():
+    """Both directions, and a similarity without a gradient, read those that are kept."""
+    n, m, d = 30, 60, 200
+    sim = itrloss.Similarity(*embeddings(n, m, d), torch.arange(n), torch.arange(m) // 2)
+    with Products() as products:
+        itrloss.metrics.retrieval_metrics(sim)
+    assert products.flops == 2 * n * m * d
+
+
 def consumers(value: torch.Tensor, leaf: torch.Tensor) -> int:
     """Return how many nodes of a graph hand a gradient to a leaf."""
     nodes = {value.grad_fn}

@@ -339,7 +339,7 @@ class Matrix:
         """Return the inputs of scores without a gradient: no setting for training rounds them."""
         if self.embeddings is None:
             return self.inputs()
-        is_rounded = any([vectors.x is not vectors.given for vectors in self.embeddings])
+        is_rounded = any([vectors.is_rounded for vectors in self.embeddings])
         if not is_rounded and not rounds_float32(self.device):
             return self.inputs()
         self.check_unchanged()

@@ -199,6 +199,7 @@ class Embeddings:
         self.given = x  # as passed in
         self.target = x  # what gets the gradient
         self.x = x  # what is multiplied
+        self.is_rounded = False  # whether that is in another dtype than what was passed in
         self.normalize = normalize
         self.dtype = compute_dtype(x)
         self.bias: Tensor | None = None
@@ -233,6 +234,7 @@ class Embeddings:
         if self.normalize and dtype == torch.float16:  # lengths may leave its range
             twin.target = twin.given * inverse_norms(twin.given.detach())
         twin.x = twin.target.detach().to(dtype)
+        twin.is_rounded = True
         return twin
 
     def unit(self) -> Tensor:
@@ -278,6 +280,7 @@ class Embeddings:
         twin = Embeddings(self.given.detach(), self.normalize, bias)
         twin.target = self.target.detach()
         twin.x = self.x.detach()
+        twin.is_rounded = self.is_rounded
         twin.version = self.version
         twin._bias_version = self._bias_version
         twin._inverse_norms = self._inverse_norms
