@@ -119,6 +119,25 @@ def test_argmax(benchmark, way, dim):
     assert torch.equal(benchmark(lambda: way(x, dim))[0], x.amax(dim))
 
 
+@pytest.mark.parametrize("way", ["ours", "sums of masks", "sorted"])
+def test_ranks(benchmark, way):
+    """Ranks of five positives of each anchor; as a test, of a few."""
+    n, m = (256, 25000) if benchmark.enabled else (8, 250)
+    rivals = torch.rand(n, m)
+    thresholds = torch.rand(n, 5)
+    columns = thresholds.unbind(1)
+    if way == "ours":
+        found = benchmark(lambda: ranking.ranks(thresholds, rivals, False)) - torch.arange(1, 6)
+    elif way == "sums of masks":
+        found = benchmark(lambda: [(rivals >= x[:, None]).sum(1) for x in columns])
+        found = torch.stack(found, 1).sort(1).values
+    else:
+        found = m - benchmark(lambda: torch.searchsorted(rivals.sort(1).values, thresholds))
+        found = found.sort(1).values
+    expected = (rivals[:, None] >= thresholds[:, :, None]).sum(2)
+    assert torch.equal(found, expected.sort(1).values)
+
+
 @pytest.mark.parametrize("hand", [False, True], ids=["autograd", "by hand"])
 def test_softplus_slopes(benchmark, hand):
     term = terms.softplus if hand else pair_term(F.softplus)

@@ -325,6 +325,15 @@ class Similarity(Anchors):
         return self._matrix.engine
 
     @property
+    def engine_for_others(self) -> Engine:
+        """The option ``engine`` of other similarities that are made from this one: ``"auto"`` if
+        this one keeps its scores, and the engine in use if it does not.
+        """
+        if self._matrix.in_graph or self._matrix.keeps_scores:
+            return "auto"
+        return "triton" if self._matrix.engine == "triton" else "tiled"
+
+    @property
     def embeddings(self) -> tuple[Tensor, Tensor] | None:
         """The (N, D) rows and (M, D) columns that were passed in; None for precomputed scores.
 

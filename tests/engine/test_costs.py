@@ -16,6 +16,7 @@ from support.versions import CompileCounterWithBackend, FlopCounterMode, needs, 
 from torch.utils.checkpoint import checkpoint
 
 import itrloss
+from itrloss.rerank import FastReranker
 
 
 @pytest.mark.parametrize(
@@ -204,13 +205,24 @@ def test_kept_scores_are_multiplied_out_once(name):
     assert products.flops == 6 * n * m * d
 
 
-def test_metrics_multiply_scores_out_once():
-    """Both directions, and a similarity without a gradient, read those that are kept."""
+@pytest.mark.parametrize("reranker", [None, FastReranker()], ids=["plain", "re-ranked"])
+@pytest.mark.parametrize("missing", [0, 3])
+def test_metrics_multiply_scores_out_once(reranker, missing):
+    """Both directions, and a similarity without a gradient, read those that are kept.
+
+    Images and texts that do not exist have no scores, which makes another matrix.
+    """
     n, m, d = 30, 60, 200
-    sim = itrloss.Similarity(*embeddings(n, m, d), torch.arange(n), torch.arange(m) // 2)
+    ids = torch.arange(n), torch.arange(m) // 2
+    for x in ids:
+        x[:missing] = itrloss.NO_ID
+    ids[1][ids[1] < missing] = itrloss.NO_ID
+    sim = itrloss.Similarity(*embeddings(n, m, d), *ids)
     with Products() as products:
-        itrloss.metrics.retrieval_metrics(sim)
-    assert products.flops == 2 * n * m * d
+        itrloss.metrics.retrieval_metrics(sim, reranker=reranker)
+    existing = (n - missing) * (m - 2 * missing)
+    numel = n * m + (existing if missing else 0)
+    assert products.flops == 2 * numel * d
 
 
 def consumers(value: torch.Tensor, leaf: torch.Tensor) -> int:

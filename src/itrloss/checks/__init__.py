@@ -8,6 +8,7 @@ from .arrays import (
     IMAGES_AND_TEXTS,
     ROWS_AND_COLUMNS,
     Names,
+    all_finite,
     as_bias,
     as_embeddings,
     as_mask,

@@ -144,15 +144,22 @@ def require_finite(name: str, x: Tensor) -> None:
     accelerator.
     """
     given = x.detach().flatten(0, -2)
-    # Rows are as in memory, of which no copy is made: it may be a file's. A nan is both extremes,
-    # and aminmax takes a tenth of the time of isfinite.
-    in_memory = given.T if given.stride(0) < given.stride(1) else given
-    if bool(torch.stack(aminmax(in_memory)).isfinite().all()):
+    if all_finite(given):
         return
     wrong = ~given.isfinite()
     row, col = divmod(int(wrong.flatten().byte().argmax()), given.shape[1])
     places = f"{int(wrong.sum())} of {given.numel()}, the first in row {row} and column {col}"
     raise ValueError(f"{name}: expected finite values, got nan or infinity: {places}")
+
+
+def all_finite(x: Tensor) -> bool:
+    """Return whether a matrix that is not empty has neither nan nor infinity. Synchronises with an
+    accelerator.
+    """
+    # Rows are as in memory, of which no copy is made: it may be a file's. A nan is both extremes,
+    # and aminmax takes a tenth of the time of isfinite.
+    in_memory = x.T if x.stride(0) < x.stride(1) else x
+    return bool(torch.stack(aminmax(in_memory)).isfinite().all())
 
 
 def as_vector(name: str, x: object, size: int, check_finite: bool = False) -> Tensor | None:

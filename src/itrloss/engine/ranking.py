@@ -17,7 +17,8 @@ from torch import Tensor
 from .vectors import chunks, host_may_read
 
 # Number of positives of an anchor beyond which sorting its rivals beats comparing them with each.
-MANY = 32
+MANY = 128
+COUNTED_EXACTLY = 2**24  # up to which float32 has all whole numbers
 RUN = 64  # length of the runs in `argmax`
 # Numbers of a matrix from which `argmax` is faster than PyTorch: at 256 x 256 it takes twice as
 # long, at 512 x 512 0.6 of the time (``pytest benchmarks/test_micro.py --benchmark-enable -k
@@ -60,9 +61,16 @@ def ranks(
     else:
         compare = torch.gt if optimistic else torch.ge
         ahead = torch.zeros_like(thresholds, dtype=torch.int64)
-        for part in chunks(rivals):  # to be summed, a mask is copied to int64
+        few = rivals.shape[1] <= COUNTED_EXACTLY
+        dtype = torch.float32 if few else torch.float64
+        for part in chunks(rivals):
+            block = rivals[part]
+            # Answers as numbers, since a mask is copied to int64 to be summed: a tenth of the time
+            # (``pytest benchmarks/test_micro.py --benchmark-enable -k ranks``).
+            is_ahead = torch.empty_like(block, dtype=dtype)
             for k in range(count):
-                ahead[part, k] = compare(rivals[part], thresholds[part, k, None]).sum(1)
+                compare(block, thresholds[part, k, None], out=is_ahead)
+                ahead[part, k] = is_ahead.sum(1)
     others = rivals.shape[1] - (~missing).sum(1, keepdim=True)
     ahead = torch.where(thresholds == -torch.inf, others, ahead)
     last = torch.iinfo(torch.int64).max // 2

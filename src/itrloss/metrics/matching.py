@@ -8,13 +8,13 @@ query, no candidate and no reference. What is ranked is always a :class:`Part` i
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checks import IdsLike
-from ..similarity import NO_ID, Engine, Similarity
+from ..similarity import NO_ID, Similarity
 
 
 class Part(NamedTuple):
@@ -67,10 +67,8 @@ def selected(
             None if image_bias is None else image_bias[rows],
             None if text_bias is None else text_bias[cols],
         )
-    engine = cast(Engine, sim.engine)
-    return Similarity(
-        images[rows], texts[cols], *ids, normalize=sim.normalizes, engine=engine, bias=bias
-    )
+    options = {"normalize": sim.normalizes, "engine": sim.engine_for_others, "bias": bias}
+    return Similarity(images[rows], texts[cols], *ids, **options)
 
 
 def rows_of(sim: Similarity) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import Options, as_size, check_matrix, from_numpy, takes_queries
+from ..checks import Options, all_finite, as_size, check_matrix, from_numpy, takes_queries
 from ..checks.warnings import UnfitScalesWarning, are_the_same, warn
 from ..engine.ranking import Ranking, Relevance, collected
 from ..metrics.labels import with_ids
@@ -203,8 +203,8 @@ class Reranker(Options, ABC):
             result = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
             for rows, block in queries.blocks():
                 result[rows] = rule(block, rows)
-            if isinstance(rule, Bias) and not bool(result.isfinite().all()):
-                raise ValueError(f"scores: too large for {self!r}")
+                if isinstance(rule, Bias) and not all_finite(result[rows]):
+                    raise ValueError(f"scores: too large for {self!r}")
             if result.shape != own.shape:
                 some = result
                 result = some.new_zeros(own.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..engine.products import full_float32, rounds_float32
 from ..engine.vectors import full_precision
 from ..metrics.matching import Part
-from ..similarity import Engine, Similarity
+from ..similarity import Similarity
 
 SIDES = ("images", "texts")  # the queries of image→text and of text→image
 # Scores that a pass in float64 takes at once: they fit into a cache, which halves its time. Its
@@ -57,15 +57,13 @@ def unlabelled(sim: Similarity) -> Similarity:
     ids = no_match(sim.shape, sim.device)
     if sim.embeddings is None:
         return sim.relabelled(*ids)
-    is_rounded = any(vectors.x is not vectors.given for vectors in sim.vectors)
+    is_rounded = any(vectors.is_rounded for vectors in sim.vectors)
     if not is_rounded and not rounds_float32(sim.device):
         return sim.relabelled(*ids)
     images, texts = sim.embeddings
-    engine = cast(Engine, sim.engine)
+    options = {"normalize": sim.normalizes, "engine": sim.engine_for_others, "bias": sim.bias}
     with full_precision(images):
-        return Similarity(
-            images, texts, *ids, normalize=sim.normalizes, engine=engine, bias=sim.bias
-        ).detach()
+        return Similarity(images, texts, *ids, **options).detach()
 
 
 def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> Similarity:
@@ -80,11 +78,10 @@ def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> S
         rows = torch.cat([rows.to(more_rows.dtype), more_rows])  # neither is rounded
         if row_bias is not None:  # a bank's items have no bias
             row_bias = torch.cat([row_bias, row_bias.new_zeros(len(more_rows))])
-    engine = cast(Engine, sim.engine if sim.engine in ("tiled", "triton") else "auto")
     ids = no_match((len(rows), len(bank)), sim.device)
-    bias = row_bias, None
+    options = {"normalize": sim.normalizes, "engine": sim.engine_for_others}
     with full_precision(rows):  # autocast would round them
-        return Similarity(rows, bank, *ids, normalize=sim.normalizes, engine=engine, bias=bias)
+        return Similarity(rows, bank, *ids, bias=(row_bias, None), **options)
 
 
 def log_sum_exp(sim: Similarity, scale: float, cols: Tensor | None = None) -> Tensor:
