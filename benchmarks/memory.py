@@ -1,6 +1,4 @@
-"""DCL's peak memory over the number of pairs, as a record and as README's plot:
-``python -m benchmarks.memory FILE.json FILE.svg``.
-"""
+"""DCL's peak memory over the number of pairs: ``python -m benchmarks.memory FILE.json``."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 
 from . import report, runner
 from .cases import LOSSES, Case, module, problem
@@ -19,7 +16,7 @@ from .peak import peak_memory
 from .runner import Row
 
 SIZES = (1024, 2048, 4096, 8192, 16384)
-LABELS = {"eager": "plain PyTorch", "ours": "itrloss"}
+VARIANTS = "eager", "ours"
 
 
 def measure(size: int, variant: str) -> Row:
@@ -39,36 +36,20 @@ def measure(size: int, variant: str) -> Row:
     return case.fields() | {"variant": variant, "peak_mb": round(peak, 1)}
 
 
-def draw(rows: list[Row]) -> Figure:
-    """Return the plot of the rows of a record."""
-    figure = Figure(figsize=(6, 2.6), layout="constrained")
-    axes = figure.add_subplot(xlabel="pairs in the batch", ylabel="peak memory, MB")
-    for variant, label in LABELS.items():
-        of_variant = [row for row in rows if row["variant"] == variant]
-        sizes = [row["shape"][0] for row in of_variant]
-        axes.loglog(sizes, [row["peak_mb"] for row in of_variant], "o-", label=label)
-    axes.set_xticks(SIZES, [str(n) for n in SIZES])
-    axes.minorticks_off()
-    axes.legend()
-    return figure
-
-
 def main() -> None:
-    """Measure what the record does not have yet, write it, and plot it."""
+    """Measure what the record does not have yet, and write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, metavar="FILE.json")
-    parser.add_argument("plot", type=Path, metavar="FILE.svg")
     args = parser.parse_args()
     rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
     done = {(row["shape"][0], row["variant"]) for row in rows}
-    for variant in LABELS:
+    for variant in VARIANTS:
         for size in SIZES:
             if (size, variant) in done:
                 continue
             rows.append(measure(size, variant))
             print(variant, size, rows[-1]["peak_mb"], "MB", flush=True)
             report.save(args.out, runner.machine("cpu"), rows)
-    draw(rows).savefig(args.plot, metadata={"Date": None}, transparent=False)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ def robust(axes: Axes) -> None:
     positives = torch.linspace(-0.3, 1, 131)
     losses = {
         "InfoNCE": itrloss.InfoNCELoss(),
+        "GCE, q = 0.3": itrloss.GeneralizedCrossEntropyLoss(0.07, q=0.3),
         "RINCE, q = 0.1": itrloss.RINCELoss(q=0.1),
         "RINCE, q = 0.5": itrloss.RINCELoss(q=0.5),
         "RINCE, q = 1": itrloss.RINCELoss(q=1.0),

@@ -22,8 +22,8 @@ BOX = "#8b919c"
 QUESTIONS = (
     ("Several captions an image,\nor an image twice in a batch?", "pass ids on both sides"),
     ("A fifth of the pairs wrong,\nor more?", "GeneralizedCrossEntropy-\nLoss(0.1, q=0.3)"),
-    ("Time to mine hard negatives?", "InfoNCELoss with negatives=…,\nin two calls"),
-    ("Encoders fill the memory?", "grad_cache_step, or a queue:\nMemoryInfoNCELoss"),
+    ("Time to mine hard negatives?", "InfoNCELoss(0.1) with\nnegatives=…, in two calls"),
+    ("Encoders fill the memory?", "grad_cache_step, or a queue\n(MemoryInfoNCELoss: not measured)"),
     ("Several GPUs?", "gather=True"),
 )
 
@@ -37,7 +37,7 @@ def tree() -> Figure:
         box(axes, 3.7, y, 3.0, answer, "C2")
         arrow(axes, (2.6, y), (3.7, y), "yes")
         arrow(axes, (1.3, y - 0.33), (1.3, y - 0.67), "no, or then")
-    box(axes, 0.0, -len(QUESTIONS), 2.6, "InfoNCELoss()\n+ a re-ranker at test time", "C1")
+    box(axes, 0.0, -len(QUESTIONS), 2.6, "InfoNCELoss()\n+ CSLS at test time", "C1")
     axes.set(xlim=(-0.1, 6.9), ylim=(-len(QUESTIONS) - 0.5, 0.5))
     axes.set_title("Which loss?")
     axes.axis("off")

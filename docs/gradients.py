@@ -108,6 +108,7 @@ PANELS = {
         "temperature=0.3": _of_scores(itrloss.InfoNCELoss(temperature=0.3)),
     },
     "robust": {
+        "GCE": _of_scores(itrloss.GeneralizedCrossEntropyLoss()),
         "RINCE": _of_scores(itrloss.RINCELoss()),
         "RCL": _of_scores(itrloss.ComplementaryContrastiveLoss()),
     },

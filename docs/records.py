@@ -184,9 +184,9 @@ def ahead_of_infonce(system):
     return Figure(number(difference, "+.1f"), ("trainer", *records))
 
 
-def tried(name, settings):
+def tried(name, settings, key="RSUM"):
     """Return RSUM of one run of the example trainer with other settings."""
-    return value("trainer", "RSUM", study="tried", name=name, settings=settings)
+    return value("trainer", key, study="tried", name=name, settings=settings)
 
 
 def over_infonce(loss, share):
@@ -225,9 +225,7 @@ def gained_by_stopping():
 
 
 def mined(form, noise, to="plain"):
-    """Return the difference of an option of the study of negatives to another, and its two 95 %
-    intervals.
-    """
+    """Return the difference of RSUM of an option of the study of negatives to another."""
     (row,) = rows_of("negatives", form=form, noise=noise, split="test")
     return Figure(number(row[f"to {to}"]["difference"][0], "+.1f"), ("negatives",))
 
@@ -673,14 +671,20 @@ def called(expression):
     return eval(expression, dict(globals()))
 
 
+def note_dependencies(environment, records):
+    """Have a page built again when its records change, or what is made of them."""
+    environment.note_dependency(__file__)
+    for name in records:
+        environment.note_dependency(str(FOLDER / f"{name}.json"))
+
+
 class FigureRole(SphinxRole):
     """A figure within a text, with its record as a tooltip."""
 
     def run(self):
         figure = called(self.text)
         about = "; ".join(map(provenance, figure.records))
-        for name in figure.records:
-            self.env.note_dependency(str(FOLDER / f"{name}.json"))
+        note_dependencies(self.env, figure.records)
         return [nodes.abbreviation(figure.text, figure.text, explanation=about)], []
 
 
@@ -696,8 +700,7 @@ class RecordTable(Directive):
     def run(self):
         table = called(self.arguments[0])
         environment = self.state.document.settings.env
-        for name in table.records:
-            environment.note_dependency(str(FOLDER / f"{name}.json"))
+        note_dependencies(environment, table.records)
         lines = csv_table(table.rows, self.options.get("widths"))
         shown = environment.temp_data.setdefault("records", set())  # each once a page
         for name in table.records:
