@@ -268,12 +268,11 @@ def of_a_memory_with_a_teacher(x, y, ids):
 
 
 # What takes ids, the number of pairs, and how many more passes over them sets may cost: where each
-# label is compared, they are more than 200. Sets of a test set have up to 48 positives, and scores
-# are compared with each: a sort in place of that counts as one pass, and takes three times as long.
+# label is compared, they are more than 200.
 WITH_SETS = [
     (of_one_side, SIZE**2, 20),
     (of_further_negatives, SIZE * 2048, 40),
-    (of_a_test_set, SIZE * 2048, 80),
+    (of_a_test_set, SIZE * 2048, 40),
     (of_a_memory, 2 * 64 * 8192, 30),
     (of_a_memory_with_a_teacher, 2 * 64 * 8192, 30),
 ]

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from .vectors import chunks, host_may_read
 
-# Number of positives of an anchor beyond which sorting its rivals beats comparing them with each.
-MANY = 128
+# Positives of an anchor up to which its rivals are compared with each. Beyond it they are sorted,
+# which bounds the passes (tests/test_kinds_of_defects.py counts those of label sets), though on a
+# CPU comparing is the faster way up to some 128.
+MANY = 32
 COUNTED_EXACTLY = 2**24  # up to which float32 has all whole numbers
 RUN = 64  # length of the runs in `argmax`
 # Numbers of a matrix from which `argmax` is faster than PyTorch: at 256 x 256 it takes twice as

@@ -67,8 +67,10 @@ def selected(
             None if image_bias is None else image_bias[rows],
             None if text_bias is None else text_bias[cols],
         )
-    options = {"normalize": sim.normalizes, "engine": sim.engine_for_others, "bias": bias}
-    return Similarity(images[rows], texts[cols], *ids, **options)
+    engine = sim.engine_for_others
+    return Similarity(
+        images[rows], texts[cols], *ids, normalize=sim.normalizes, engine=engine, bias=bias
+    )
 
 
 def rows_of(sim: Similarity) -> Tensor:

@@ -61,9 +61,11 @@ def unlabelled(sim: Similarity) -> Similarity:
     if not is_rounded and not rounds_float32(sim.device):
         return sim.relabelled(*ids)
     images, texts = sim.embeddings
-    options = {"normalize": sim.normalizes, "engine": sim.engine_for_others, "bias": sim.bias}
+    engine = sim.engine_for_others
     with full_precision(images):
-        return Similarity(images, texts, *ids, **options).detach()
+        return Similarity(
+            images, texts, *ids, normalize=sim.normalizes, engine=engine, bias=sim.bias
+        ).detach()
 
 
 def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> Similarity:
@@ -79,9 +81,10 @@ def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> S
         if row_bias is not None:  # a bank's items have no bias
             row_bias = torch.cat([row_bias, row_bias.new_zeros(len(more_rows))])
     ids = no_match((len(rows), len(bank)), sim.device)
-    options = {"normalize": sim.normalizes, "engine": sim.engine_for_others}
+    engine = sim.engine_for_others
+    bias = row_bias, None
     with full_precision(rows):  # autocast would round them
-        return Similarity(rows, bank, *ids, bias=(row_bias, None), **options)
+        return Similarity(rows, bank, *ids, normalize=sim.normalizes, engine=engine, bias=bias)
 
 
 def log_sum_exp(sim: Similarity, scale: float, cols: Tensor | None = None) -> Tensor:
