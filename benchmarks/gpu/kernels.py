@@ -54,7 +54,7 @@ class Asked:
         shift = torch.full((n * len(sides) if self.each else 1,), -SCALE, device=device)
         scale = torch.full((1,), SCALE, device=device) if self.trained else SCALE
         pairs = Relation((n, n), (None, None), device)
-        return Question(pairs, sides, self.term, scale=scale, shift=shift)
+        return Question(self.term, pairs, sides, scale=scale, shift=shift)
 
 
 def alone(session: Session) -> None:

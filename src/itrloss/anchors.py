@@ -27,7 +27,7 @@ from .engine.terms import (
     information,
     square,
 )
-from .engine.tiled import Best
+from .engine.tiled import Hardest
 from .engine.vectors import host_may_read, may_keep
 
 Limit = float | Tensor | None
@@ -68,13 +68,6 @@ class SoftmaxSums(NamedTuple):
     total: Tensor
 
 
-class Hardest(NamedTuple):
-    """Score (A,) and index (A,) int64 of each anchor's hardest negative; -inf and -1 if none."""
-
-    values: Tensor
-    indices: Tensor
-
-
 class AnchorSide(NamedTuple):
     """Anchors that are one side of a matrix; their candidates are the other side."""
 
@@ -90,20 +83,6 @@ class AnchorSide(NamedTuple):
     def size(self) -> int:
         """The number of anchors."""
         return self.matrix.shape[self.side] if self.own_size is None else self.own_size
-
-
-class Where(NamedTuple):
-    """Which candidates count: negatives, positives or all, within limits of their scores."""
-
-    over: Over = "negatives"
-    below: Value | None = None  # number or (A,), without a gradient
-    above: Value | None = None
-    guide: Anchors | None = None  # whose scores the limits are of
-
-    @property
-    def limited(self) -> bool:
-        """Whether there are limits."""
-        return self.below is not None or self.above is not None
 
 
 class Block(NamedTuple):
@@ -129,33 +108,6 @@ class Block(NamedTuple):
         if side.side == 0:
             return Block(self.matrix, (0, 1), (group, *self.groups), (first, *self.firsts))
         return Block(self.matrix, (0, 1), (*self.groups, group), (*self.firsts, first))
-
-    def question(
-        self,
-        term: Term,
-        where: Where,
-        scale: Value | None = 1.0,
-        shift: Value | None = None,
-        params: Sequence[Any] = (),
-        teaches: bool = False,
-    ) -> Question:
-        """Return what the anchors ask; ``teaches``: of scores of another matrix, too."""
-        assert scale is not None
-        return Question(
-            self.matrix.relation,
-            self.sides,
-            term,
-            where.over,
-            scale,
-            shift,
-            where.below,
-            where.above,
-            tuple(params),
-            teaches,
-        )
-
-
-NEGATIVES = Where()
 
 
 def blocks_of(groups: Sequence[Sequence[AnchorSide]]) -> list[Block]:
@@ -320,52 +272,21 @@ class Anchors:
 
     # ----------------------------------------------------------------------------- asking matrices
 
-    def _sum(
-        self,
-        term: Term,
-        scale: Value = 1.0,
-        shift: Value | None = None,
-        where: Where | None = None,  # the negatives
-        params: Sequence[Tensor] = (),
-        teacher: Anchors | None = None,
-    ) -> Tensor:
-        """Return (A,) ``sum_j f(scale S_ij + shift, *params)`` over the candidates that count.
-
-        A ``teacher``'s scores are the first parameter of the term.
+    def _sum(self, question: Question, guide: Anchors | None = None) -> Tensor:
+        """Return the sums (A,) of a question; ``guide``: of whose scores the limits are, or whose
+        scores the term takes.
         """
-        if where is None:
-            where = NEGATIVES
-        if (
-            self._has_one_block
-            and where.guide is None
-            and teacher is None
-            and self.exchange is None
-        ):
-            block = self._blocks[0]
-            question = block.question(term, where, scale, shift, params)
-            return block.matrix.sums(question)
-        second = self._others(where.guide if teacher is None else teacher)
-        values = self._of_blocks([scale, shift, where.below, where.above, *params])
         answers = []
-        for block, own, other in zip(self._blocks, values, second, strict=True):
-            a, b, below, above, *more = own
-            limits = Where(where.over, below, above)
-            question = block.question(term, limits, a, b, more, teacher is not None)
-            answers.append(block.matrix.sums(question, other))
+        for matrix, own, other in self._of_blocks(question, guide):
+            answers.append(matrix.sums(own, other))
         total = self._joined(answers, torch.add)
         return total if self.exchange is None else self.exchange.merged(total)
 
-    def _highest(self, scale: Value, where: Where) -> Tensor:
+    def _highest(self, question: Question, guide: Anchors | None = None) -> Tensor:
         """Return (A,) ``max_j scale_i S_ij``, 0 without candidates; without a gradient."""
-        if isinstance(scale, Tensor):
-            scale = scale.detach()
-        second = self._others(where.guide)
-        values = self._of_blocks([scale, where.below, where.above])
         answers = []
-        for block, own, other in zip(self._blocks, values, second, strict=True):
-            own_scale, below, above = own
-            question = block.question(identity, Where(where.over, below, above), own_scale)
-            answers.append(block.matrix.highest(question, other))
+        for matrix, own, other in self._of_blocks(question, guide):
+            answers.append(matrix.highest(own, other))
         top = self._joined(answers, torch.maximum)
         if self.exchange is not None:
             top = self.exchange.merged_largest(top)
@@ -377,16 +298,26 @@ class Anchors:
             return values
         return [self.exchange.gathered(x) if has_each(x) else x for x in values]
 
-    def _of_blocks(self, values: Sequence[Value | None]) -> list[list[Value | None]]:
-        """Return each block's part of the values (..., A) of own anchors."""
-        of_blocks: list[list[Value | None]] = [[] for _ in self._blocks]
-        for x in self._gathered(values):
-            parts: Sequence[Value | None] = [x] * len(self._blocks)
-            if has_each(x):
-                parts = self._split_by_block(x)
-            for own, part in zip(of_blocks, parts, strict=True):
-                own.append(part)
+    def _of_blocks(
+        self, question: Question, guide: Anchors | None = None
+    ) -> list[tuple[Matrix, Question, Matrix | None]]:
+        """Return each matrix, its question with its anchors' values, and the guide's matrix."""
+        questions = [question] * len(self._blocks)
+        if self.exchange is not None or not self._has_one_block:
+            values = zip(*map(self._by_block, self._gathered(question.values)), strict=True)
+            questions = [question.with_values(own) for own in values]
+        others: Sequence[Matrix | None] = [None] * len(self._blocks)
+        if guide is not None:
+            others = self._others(guide)
+        of_blocks = []
+        for block, own, other in zip(self._blocks, questions, others, strict=True):
+            own = own._replace(relation=block.matrix.relation, sides=block.sides)
+            of_blocks.append((block.matrix, own, other))
         return of_blocks
+
+    def _by_block(self, x: Value | None) -> Sequence[Value | None]:
+        """Return each block's part of one number, or of the values of the matrices' anchors."""
+        return self._split_by_block(x) if has_each(x) else [x] * len(self._blocks)
 
     def _split_by_block(self, x: Tensor) -> Sequence[Tensor]:
         """Return each block's part of the values (..., A) of the matrices' anchors."""
@@ -398,10 +329,8 @@ class Anchors:
             parts.append(joined([of_groups[g] for g in block.groups], -1))
         return parts
 
-    def _others(self, guide: Anchors | None) -> list[Matrix | None]:
+    def _others(self, guide: Anchors) -> list[Matrix]:
         """Return, for each block, the guide's matrix with the scores of the same pairs."""
-        if guide is None:
-            return [None] * len(self._blocks)
         if not isinstance(guide, Anchors):
             got = type(guide).__name__
             raise TypeError(f"guide: expected the same anchors of another Similarity, got {got}")
@@ -494,20 +423,23 @@ class Anchors:
         scores. ``at_most``: a bound of the scales' sizes that the caller knows, which spares a look
         at a tensor. The result is -inf for an empty sum.
         """
-        where = self._where(over, below, above, guide)
+        question = self._question(exponential, over, below, above)
+        if guide is not None and not question.limited:
+            raise ValueError("guide: expected below or above, limits of its scores")
         a = as_value("scale", scale, self._size, self.dtype, self.device)
-        if over == "positives" and not where.limited:
+        if over == "positives" and not question.limited:
             return self._logsumexp_of_positives(a)
+        question = question._replace(scale=a)
         if at_most is None:
             at_most = self._largest_size(a)
         shift = self._safe_shift(at_most)
         if shift is not None:
-            total = self._sum(exponential, a, -shift if shift else None, where)
+            total = self._sum(question._replace(shift=-shift if shift else None), guide)
             if shift == 0 or not self._may_have_underflown(total.detach(), over):
-                never_empty = self._complete and not where.limited
+                never_empty = self._complete and not question.limited
                 return shifted_log(total, shift, never_empty)
-        top = self._highest(a, where)
-        total = self._sum(exponential, a, -top, where)
+        top = self._highest(question, guide)
+        total = self._sum(question._replace(shift=-top), guide)
         return shifted_log(total, top, never_empty=False)
 
     def log1p_sum_exp(
@@ -527,7 +459,8 @@ class Anchors:
             and not isinstance(margin, Tensor)
             and at_most * (1 - margin) <= SAFE_EXPONENT
         ):
-            return self._sum(exponential, scale, -margin * scale).log1p()
+            question = Question(exponential, scale=scale, shift=-margin * scale)
+            return self._sum(question).log1p()
         negatives = self.logsumexp(scale, at_most=at_most)
         return F.softplus(negatives - margin * scale, threshold=SOFTPLUS_LINEAR)
 
@@ -578,7 +511,7 @@ class Anchors:
         if self._lists_positives():
             top = self._top_of_positives(scale)
         else:
-            top = self._highest(scale, Where("positives"))
+            top = self._highest(Question(exponential, over="positives", scale=scale))
         total = self.sum_of_positives(exponential, scale=scale, shift=-top)
         return shifted_log(total, top, never_empty=False)
 
@@ -603,7 +536,7 @@ class Anchors:
 
     def mean_std(self) -> MeanStd:
         """Return the (A,) means and population standard deviations of each anchor's negatives."""
-        return MeanStd(self._sum(identity) / self._negative_counts(), self.std())
+        return MeanStd(self._sum(Question(identity)) / self._negative_counts(), self.std())
 
     def std(self) -> Tensor:
         """Return the (A,) standard deviations of :meth:`mean_std`, without the means."""
@@ -613,9 +546,12 @@ class Anchors:
         count = self._negative_counts()
         # About the mean, no digits of the squares cancel. Its own gradient is 0 there, but not its
         # second derivative.
-        summed = self._sum(identity) if torch.is_grad_enabled() else self._summed_negatives()
+        if torch.is_grad_enabled():
+            summed = self._sum(Question(identity))
+        else:
+            summed = self._summed_negatives()
         shift = (summed / -count).to(self.dtype)
-        variance = self._sum(square, shift=shift) / count
+        variance = self._sum(Question(square, shift=shift)) / count
         return variance.clamp_min(1e-12).sqrt()
 
     def _negative_counts(self) -> Any:
@@ -670,9 +606,9 @@ class Anchors:
         # Exponents near 0 are accurate, and no large numbers cancel.
         shift: Value = -scale  # exponents are -20 at least, unless they are steeper
         if isinstance(scale, Tensor) or scale > 10 or not self.bounded:
-            shift = -self._highest(scale, Where("all"))
-        negatives = self._sum(exponential, scale, shift)
-        weighted = self._sum(information, scale, shift)
+            shift = -self._highest(Question(exponential, over="all", scale=scale))
+        negatives = self._sum(Question(exponential, scale=scale, shift=shift))
+        weighted = self._sum(Question(information, scale=scale, shift=shift))
         positives = self.sum_of_positives(exponential, scale=scale, shift=shift)
         total = (negatives + positives).clamp_min(1e-9)  # at least exp(-20), unless it is empty
         return SoftmaxSums(shift, negatives, weighted, positives, total)
@@ -698,14 +634,11 @@ class Anchors:
         With a ``guide``, the same anchors of another similarity, the sum is of ``term(z_ij, G_ij,
         *params_i)`` with its scores G, which get no gradient: a teacher's scores, for instance.
         """
-        where = self._where(over, below, above, None)
-        if guide is not None and where.limited:
+        question = self._question(as_term(term), over, below, above)
+        if guide is not None and question.limited:
             raise ValueError("guide: expected no limits, as the term gets its scores")
-        like = self._size, self.dtype, self.device
-        tensors = [as_tensor("params", p, *like) for p in params]
-        a = as_value("scale", scale, *like)
-        b = None if shift is None else as_value("shift", shift, *like)
-        return self._sum(as_term(term), a, b, where, tensors, guide)
+        question = question._replace(teaches=guide is not None)
+        return self._sum(self._with_values(question, scale, shift, params), guide)
 
     def weighted_sum(
         self,
@@ -723,47 +656,49 @@ class Anchors:
         Triton engine its gradient is then found in the forward pass, which spares a visit of all
         scores.
         """
-        one_of("over", over, "negatives", "positives", "all")
-        like = self._size, self.dtype, self.device
-        w = as_value("weights", weights, *like)
+        w = as_value("weights", weights, self._size, self.dtype, self.device)
         if isinstance(w, Tensor):
             w = w.detach()
-        tensors = [as_tensor("params", p, *like) for p in params]
-        a = as_value("scale", scale, *like)
-        b = None if shift is None else as_value("shift", shift, *like)
-        return self._weighted_sum(as_term(term), w, a, b, Where(over), tensors)
+        question = self._question(as_term(term), over)
+        return self._weighted_sum(self._with_values(question, scale, shift, params), w)
 
-    def _weighted_sum(
-        self,
-        term: Term,
-        weights: Value,
-        scale: Value = 1.0,
-        shift: Value | None = None,
-        where: Where | None = None,  # the negatives
-        params: Sequence[Tensor] = (),
-    ) -> Tensor:
+    def _weighted_sum(self, question: Question, weights: Value) -> Tensor:
         """Return the () weighted total of sums, see :meth:`_sum`."""
         if self.exchange is not None:  # sums of candidates in several processes have to be merged
-            return (self._sum(term, scale, shift, where, params) * weights).sum()
-        if where is None:
-            where = NEGATIVES
+            return (self._sum(question) * weights).sum()
         totals = []
-        values = self._of_blocks([weights, scale, shift, *params])
-        for block, (w, a, b, *more) in zip(self._blocks, values, strict=True):
-            assert w is not None
-            question = block.question(term, where, a, b, more)
-            totals.append(block.matrix.weighted_sum(question, w))
+        of_blocks = zip(self._of_blocks(question), self._by_block(weights), strict=True)
+        for (matrix, own, _), own_weights in of_blocks:
+            assert own_weights is not None
+            totals.append(matrix.weighted_sum(own, own_weights))
         return functools.reduce(torch.add, totals)
 
-    def _where(self, over: Over, below: Limit, above: Limit, guide: Anchors | None) -> Where:
-        """Return which candidates count, checked."""
+    def _question(
+        self, term: Term, over: Over, below: Limit = None, above: Limit = None
+    ) -> Question:
+        """Return the question of a term and of the candidates that count, checked."""
         if over not in ("negatives", "positives", "all"):
             one_of("over", over, "negatives", "positives", "all")
         if below is None and above is None:
-            if guide is not None:
-                raise ValueError("guide: expected below or above, limits of its scores")
-            return Where(over)
-        return Where(over, self._limit("below", below), self._limit("above", above), guide)
+            return Question(term, over=over)
+        own_below = self._limit("below", below)
+        own_above = self._limit("above", above)
+        return Question(term, over=over, below=own_below, above=own_above)
+
+    def _with_values(
+        self,
+        question: Question,
+        scale: float | Tensor,
+        shift: float | Tensor | None,
+        params: Sequence[float | Tensor],
+    ) -> Question:
+        """Return a question with the values of anchors and the parameters of its term, checked."""
+        like = self._size, self.dtype, self.device
+        return question._replace(
+            scale=as_value("scale", scale, *like),
+            shift=None if shift is None else as_value("shift", shift, *like),
+            params=tuple([as_tensor("params", p, *like) for p in params]),
+        )
 
     def _limit(self, name: str, limit: Limit) -> Value | None:
         """Return a checked limit, without a gradient; None: there is none."""
@@ -782,30 +717,27 @@ class Anchors:
             raise ValueError(
                 "hardest_negatives: expected one matrix of candidates where processes share a batch"
             )
-        limits = self._of_blocks([self._limit("below", below)])
-        answers = []
-        for block, (limit,) in zip(self._blocks, limits, strict=True):
-            own = Where("negatives", limit)
-            answers.append(block.matrix.hardest(block.question(identity, own)))
+        question = Question(identity, below=self._limit("below", below))
+        answers = [matrix.hardest(own) for matrix, own, _ in self._of_blocks(question)]
         best = self._joined_best(answers)
         if self.exchange is not None:
-            best = Best(*self.exchange.merged_best(*best))
-        return Hardest(*best)
+            best = Hardest(*self.exchange.merged_best(*best))
+        return best
 
-    def _joined_best(self, answers: Sequence[Best]) -> Best:
+    def _joined_best(self, answers: Sequence[Hardest]) -> Hardest:
         """Return the best candidates (A,) of all anchors from the blocks' (A_b,)."""
         if self._has_one_block:
             return answers[0]
-        best: list[Best | None] = [None for _ in self.whole_sizes]
+        best: list[Hardest | None] = [None for _ in self.whole_sizes]
         for block, answer in zip(self._blocks, answers, strict=True):
             sizes = [self.whole_sizes[g] for g in block.groups]
             parts = zip(answer.values.split(sizes), answer.indices.split(sizes), strict=True)
             for g, first, (value, index) in zip(block.groups, block.firsts, parts, strict=True):
-                own = Best(value, torch.where(index < 0, index, index + first))
+                own = Hardest(value, torch.where(index < 0, index, index + first))
                 best[g] = better(best[g], own)
         values = torch.cat([x.values for x in best if x is not None])
         indices = torch.cat([x.indices for x in best if x is not None])
-        return Best(values, indices)
+        return Hardest(values, indices)
 
     # ---------------------------------------------------------------------------------- positives
 
@@ -825,38 +757,33 @@ class Anchors:
         ``weights`` says how the weights of matches enter: each is a ``"factor"`` of its pair's
         value, or the first ``"parameter"`` of the term. With None they do not.
         """
-        like = self._size, self.dtype, self.device
-        a = as_value("scale", scale, *like)
-        b = None if shift is None else as_value("shift", shift, *like)
-        tensors = [as_tensor("params", p, *like) for p in params]
         term = as_term(term)
         if weights == "factor" and self.has_weights:
             term = times_weight(term)
             weights = "parameter"
+        question = self._with_values(Question(term, over="positives"), scale, shift, params)
+        a = question.scale
+        b = question.shift
         # Values of each anchor are gathered below, in which all processes of a batch have to take
         # part. Whether sums by class are the faster way is decided by each process on its own.
         if term is identity and not has_each(a) and not has_each(b) and self._sums_by_class():
             return self._sum_of_positive_scores(a, b)
         if not self._lists_positives():
             matches = self._weights_of_matches() if weights == "parameter" else None
-            return self._sum(term, a, b, Where("positives"), tensors, matches)
-        return self._sum_of_listed(term, [a, b, *tensors], weights == "parameter")
+            return self._sum(question._replace(teaches=matches is not None), matches)
+        return self._sum_of_listed(question, weights == "parameter")
 
-    def _sum_of_listed(
-        self, term: Term, values: Sequence[Value | None], takes_weights: bool
-    ) -> Tensor:
-        """Return (A,) sums of a term over listed positives; ``values``: scale, shift and
-        parameters.
-        """
+    def _sum_of_listed(self, question: Question, takes_weights: bool) -> Tensor:
+        """Return (A,) sums of a question over listed positives."""
         scores, index = self._positives()
+        values: Sequence[Any] = question.scale, question.shift, *question.params
         if index is not None:
             values = [x[index] if has_each(x) else x for x in self._gathered(values)]
         scale, shift, *params = values
-        assert scale is not None
         z = affine(scores, scale, shift)
         if takes_weights:
             params.insert(0, self._listed_weights())
-        terms = term.computed(z, params)
+        terms = question.term.computed(z, params)
         if terms.shape != z.shape:  # a user's function may return a parameter
             terms = terms.expand_as(z)
         if index is None:
@@ -890,7 +817,7 @@ class Anchors:
     @property
     def largest_weights(self) -> Tensor:
         """The (A,) largest weights of each anchor's matches, 0 without any."""
-        return self._weights_of_matches()._highest(1.0, Where("positives"))
+        return self._weights_of_matches()._highest(Question(identity, over="positives"))
 
     def _sums_by_class(self) -> bool:
         """Return whether plain scores of positives are summed from the vectors of classes."""
@@ -962,7 +889,8 @@ class Anchors:
         self.refuse_weights("hinge_sum")
         if self._sorts_hinges():
             return self._sorted_hinge_sum(margin)
-        sums = [self._sum(excess, shift=shift) for shift in self._hinge_shifts(margin)]
+        shifts = self._hinge_shifts(margin)
+        sums = [self._sum(Question(excess, shift=shift)) for shift in shifts]
         return functools.reduce(torch.add, sums)
 
     def _sorts_hinges(self) -> bool:
@@ -982,7 +910,7 @@ class Anchors:
         self.refuse_weights("hinge_sum")
         weights = self._weights(reduction)
         shifts = self._hinge_shifts(margin)
-        totals = [self._weighted_sum(excess, weights, shift=shift) for shift in shifts]
+        totals = [self._weighted_sum(Question(excess, shift=shift), weights) for shift in shifts]
         return functools.reduce(torch.add, totals)
 
     def refuse_weights(self, name: str) -> None:
@@ -1034,9 +962,8 @@ class Anchors:
                 "hinge_sum: torch.compile cannot list the positives of a batch that processes share"
             )
         answers = []
-        for block in self._blocks:
-            question = block.question(identity, NEGATIVES)
-            answers.append(block.matrix.sorted_excesses(question, margin))
+        for matrix, question, _ in self._of_blocks(Question(identity)):
+            answers.append(matrix.sorted_excesses(question, margin))
         return self._joined(answers, torch.add)
 
     # ---------------------------------------------------------------------------------- reduction
@@ -1177,13 +1104,13 @@ def shifted_log(total: Tensor, shift: Value, never_empty: bool) -> Tensor:
     return log.masked_fill(empty, -math.inf)
 
 
-def better(known: Best | None, other: Best) -> Best:
+def better(known: Hardest | None, other: Hardest) -> Hardest:
     """Return the larger of (A,) values, and its index."""
     if known is None:
         return other
     larger = other.values > known.values
     values = torch.where(larger, other.values, known.values)
-    return Best(values, torch.where(larger, other.indices, known.indices))
+    return Hardest(values, torch.where(larger, other.indices, known.indices))
 
 
 def twin_of(matrix: Matrix, twins: Sequence[tuple[Matrix, Matrix]]) -> Matrix:

@@ -486,9 +486,9 @@ def matrices_of_step(
     batch: tuple[Embeddings, Embeddings], parts: StepParts, relation: Relation, engine: str
 ) -> list[Matrix]:
     """Return the matrices of a step: of the batch, images with text keys, image keys with texts."""
-    matrices = [Matrix(relation, engine, batch[0], vectors=batch, part=parts.batch, bounded=True)]
+    matrices = [Matrix(relation, engine, batch[0], vectors=batch, part=parts.batch)]
     for own, part in zip(batch, (parts.text_keys, parts.image_keys), strict=True):
-        matrices.append(Matrix(relation, engine, own, part=part, bounded=True))
+        matrices.append(Matrix(relation, engine, own, part=part))
     return matrices
 
 
@@ -516,10 +516,9 @@ def matrices_of_keys(
     image_keys = keys_like(images, keys[0], chosen)
     text_keys = keys_like(texts, keys[1], chosen)
     budget = 0 if engine == "tiled" else MEMORY_BUDGET
-    strict = engine == "triton"
     matrices = []
     for rows, cols in ((images, texts), (images, text_keys), (image_keys, texts)):
-        matrices.append(large_matrix(rows, cols, relation, chosen, budget, strict=strict))
+        matrices.append(large_matrix(rows, cols, relation, chosen, budget))
     return matrices
 
 
@@ -553,7 +552,7 @@ def sides_of_table(
     """
     own = tuple([batch[side] for side in sides])
     relation = relation_to_entries(joined_ids([ids[side] for side in sides]), memory)
-    matrix = Matrix(relation, engine, own[0], sources=own, part=table, bounded=True, is_memory=True)
+    matrix = Matrix(relation, engine, own[0], sources=own, part=table, is_memory=True)
     return [AnchorSide(matrix, 0, before=k, own_size=len(x)) for k, x in enumerate(own)]
 
 
@@ -572,9 +571,8 @@ def sides_of_memory(
     banks = memory.texts, memory.images
     found = []
     for side in sides:
-        bank = keys_like(batch[side], banks[side], chosen, normalize=False)
-        strict = engine == "triton"
-        matrix = memory_matrix(batch[side], bank, relations[side], chosen, budget, strict)
+        bank = keys_like(batch[side], banks[side], chosen, is_unit=True)
+        matrix = memory_matrix(batch[side], bank, relations[side], chosen, budget)
         found.append(AnchorSide(matrix, 0))
     return found
 
@@ -646,21 +644,20 @@ def matrices_of_gathered(
 ) -> list[Matrix]:
     """Return the matrices of own images, and of own texts, with the keys of all processes."""
     budget = 0 if engine == "tiled" else MEMORY_BUDGET
-    strict = engine == "triton"
     matrices = []
     for own, others, relation in zip(batch, keys, relations, strict=True):
         cols = keys_like(own, others, chosen)
-        matrices.append(Matrix.of_embeddings(own, cols, relation, chosen, budget, strict=strict))
+        matrices.append(Matrix.of_embeddings(own, cols, relation, chosen, budget))
     return matrices
 
 
-def keys_like(vectors: Embeddings, keys: Tensor, engine: str, normalize: bool = True) -> Embeddings:
+def keys_like(vectors: Embeddings, keys: Tensor, engine: str, is_unit: bool = False) -> Embeddings:
     """Return keys (M, D) as an engine multiplies them with a batch's vectors.
 
     Triton's kernels are fast if both are in the same half precision: float32 keys are then
     rounded. It is a copy, until the backward pass.
     """
-    found = Embeddings(keys, normalize)
+    found = Embeddings(keys, not is_unit, is_unit=is_unit)
     dtype = vectors.x.dtype
     if engine == "triton" and keys.dtype == torch.float32 and dtype != torch.float32:
         return found.rounded(dtype)

@@ -144,7 +144,6 @@ class Similarity(Anchors):
             relation,
             choose_engine(engine, n * m, int(memory_budget), rows),
             int(memory_budget),
-            strict=engine == "triton",
         )
         self._start(AnchorSide(matrix, 0))
 
@@ -287,7 +286,7 @@ class Similarity(Anchors):
         n, m = scores.shape
         relation = relation_of((n, m), (row_ids, col_ids), related, scores.device, names)
         chosen = choose_engine(engine, n * m, 8 * n * m, scores)  # they are held anyway
-        matrix = Matrix.of_scores(Embeddings(scores, False), relation, chosen, engine == "triton")
+        matrix = Matrix.of_scores(Embeddings(scores, False), relation, chosen)
         return cls.of_anchors(AnchorSide(matrix, 0))
 
     def __repr__(self) -> str:

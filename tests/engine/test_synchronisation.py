@@ -12,7 +12,7 @@ from support.versions import needs
 import itrloss
 from benchmarks.launches import Operators
 from itrloss.engine import related
-from itrloss.engine.relation import Numbers, Relation
+from itrloss.engine.relation import Numbers, Relation, kept
 from itrloss.engine.terms import hinge, log1p_relu
 
 pytestmark = needs("torch.searchsorted of tensors without data", 2, 4)
@@ -104,7 +104,7 @@ def reads(monkeypatch):
         return Numbers(sum(pairs.shape), (3, 3), (0, 0))
 
     monkeypatch.setattr(Relation, "listable", True)
-    monkeypatch.setattr(Relation, "_numbers", numbers)
+    monkeypatch.setattr(Relation, "numbers", kept(numbers))
     return found
 
 

@@ -14,7 +14,7 @@ from itrloss.engine import kernels, terms, tiled
 from itrloss.engine import triton as engine
 from itrloss.engine.inputs import Inputs, Side
 from itrloss.engine.question import Question
-from itrloss.engine.relation import Numbers, Relation
+from itrloss.engine.relation import Numbers, Relation, kept
 from itrloss.functional import info_nce_loss, sigmoid_loss, triplet_loss
 
 pytestmark = [
@@ -70,7 +70,7 @@ def as_on_a_gpu(monkeypatch):
         return [places, places]
 
     monkeypatch.setattr(Relation, "listable", True)
-    monkeypatch.setattr(Relation, "_numbers", numbers)
+    monkeypatch.setattr(Relation, "numbers", kept(numbers))
     monkeypatch.setattr(Relation, "listed", property(listed))
 
 
@@ -127,7 +127,7 @@ def test_memory_of_relations(groups, answer, as_on_a_gpu, monkeypatch):
     own = [meta(n, dtype=torch.int64) for _ in range(2)] if groups else []
     ids = [x[:, 0] for x in labels] if groups else labels
     pairs = Relation((n, n), tuple(ids), v.device, groups=tuple(own) or None)
-    question = Question(pairs, (0, 1), terms.exponential)
+    question = Question(terms.exponential, pairs, (0, 1))
     grad = meta(2 * n, dtype=torch.float32)
     needs = tiled.Needs(True, True, False, False, dtypes=(torch.float32, torch.float32))
     masks = []
@@ -153,7 +153,7 @@ def test_memory_of_moments(as_on_a_gpu):
     v, w = (meta(n, 64, dtype=torch.bfloat16) for n in (4096, 65536))
     inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
     ids = [meta(len(x), dtype=torch.int64) for x in (v, w)]
-    question = Question(Relation((4096, 65536), tuple(ids), v.device), (0, 1), terms.identity)
+    question = Question(terms.identity, Relation((4096, 65536), tuple(ids), v.device), (0, 1))
     with Peak(v, w, *ids) as peak:
         engine.std(question, inputs)
     assert 0 < peak.bytes <= 48 * 2**20, peak.bytes / 2**20

@@ -64,7 +64,7 @@ def test_small_rows_of_a_panel_have_half_precision(side, smallest, few_tiles, po
         moved_to = [x.to(device, dtype) for x in given]
         sides = [Side(x, vectors.inverse_norms(x), None, None) for x in moved_to]
         pairs = Relation((n, n), (None, None), torch.device(device))
-        question = Question(pairs, (side,), terms.exponential)
+        question = Question(terms.exponential, pairs, (side,))
         return question, Inputs(*sides, None)
 
     exact_question = asked("cpu", torch.float64)

@@ -221,7 +221,7 @@ def test_embeddings_that_change_before_backward_are_refused(early, few_tiles):
 def no_pairs(n, m, sides, term, **values):
     """A question about n rows and m columns, one of which is 0, and its inputs."""
     vectors = [torch.ones(size, 4, device=DEVICE) for size in (n, m)]
-    question = Question(Relation((n, m), (None, None), DEVICE), sides, term, **values)
+    question = Question(term, Relation((n, m), (None, None), DEVICE), sides, **values)
     return question, Inputs(*[Side(x, None, None, None) for x in vectors], None)
 
 

@@ -181,7 +181,7 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     if shifted:
         shift = torch.ones(anchors) if asked == terms.excess else scale
     bounds = [scale if k < limits else None for k in range(2)]
-    question = Question(pairs, sides, asked, over, scale, shift, *bounds)
+    question = Question(asked, pairs, sides, over, scale, shift, *bounds)
     side = Side(torch.zeros(size, dim, dtype=dtype), torch.ones(size, 1), None, None)
     inputs = Inputs(side, side, None)
     if moments:

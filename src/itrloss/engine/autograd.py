@@ -258,7 +258,7 @@ def plain_scores(inputs: Inputs, targets: Targets) -> Tensor:
         return targets.scores
     rows = plain_side(inputs.rows, targets.rows)
     cols = plain_side(inputs.cols, targets.cols)
-    return plain_product(rows, cols, targets.row_bias, targets.col_bias)
+    return with_biases(product(rows, cols.T), targets.row_bias, targets.col_bias)
 
 
 def plain_side(side: Side, target: Tensor | None) -> Tensor:
@@ -268,16 +268,6 @@ def plain_side(side: Side, target: Tensor | None) -> Tensor:
     if side.like.dtype != target.dtype:
         raise_second_derivative()
     return plain_unit(target, side.inv is not None)
-
-
-def plain_product(
-    rows: Tensor,  # (N, D) at unit length
-    cols: Tensor,  # (M, D)
-    row_bias: Tensor | None,  # (N,)
-    col_bias: Tensor | None,  # (M,)
-) -> Tensor:
-    """Return the (N, M) scores of vectors, by operators that autograd differentiates."""
-    return with_biases(product(rows, cols.T), row_bias, col_bias)
 
 
 def with_biases(scores: Tensor, row_bias: Tensor | None, col_bias: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ from .question import Question, Value, is_trained, joined
 from .relation import Relation, segment_sum
 from .step import NO_COLUMNS, BlockSums, Layout, Step, StepPart, pairs_of
 from .terms import identity, square
-from .tiled import Best
+from .tiled import Hardest
 from .vectors import (
     Embeddings,
     autocast_dtype,
@@ -117,8 +117,6 @@ class Matrix:
         given: Embeddings | None = None,  # (N, M) scores that were passed in
         part: StepPart | None = None,  # of a small matrix
         keeps_scores: bool = False,  # whether scores are kept without a graph, with unit vectors
-        bounded: bool = False,  # whether scores certainly lie in [-1, 1]
-        strict: bool = False,  # whether the user chose Triton
         is_memory: bool = False,  # the columns are: few are positives, and nobody asks for them
         sources: tuple[Embeddings, ...] = (),  # what the rows are made of, if it is more than one
     ):
@@ -134,8 +132,6 @@ class Matrix:
         if vectors is not None:
             self.bias = vectors[0].bias, vectors[1].bias
         self.is_biased = self.bias[0] is not None or self.bias[1] is not None
-        self.bounded = bounded
-        self.strict = strict
         self.is_memory = is_memory
         self.keeps_scores = keeps_scores
         self._part = part
@@ -150,13 +146,15 @@ class Matrix:
         if math.prod(self.shape) > SMALL or is_compiling():
             self._keeps_slopes = False
         self._sources = vectors or sources or (like,)
+        #: Whether scores certainly lie in [-1, 1].
+        self.bounded = not self.is_biased
+        for x in self._sources:
+            self.bounded = self.bounded and x.is_unit
 
     @classmethod
-    def of_scores(
-        cls, scores: Embeddings, relation: Relation, engine: str, strict: bool = False
-    ) -> Matrix:
+    def of_scores(cls, scores: Embeddings, relation: Relation, engine: str) -> Matrix:
         """Return a matrix of precomputed scores (N, M)."""
-        return cls(relation, engine, scores, given=scores, strict=strict)
+        return cls(relation, engine, scores, given=scores)
 
     @classmethod
     def of_embeddings(
@@ -166,20 +164,12 @@ class Matrix:
         relation: Relation,
         engine: str,
         budget: int,  # bytes of scores that may be kept
-        strict: bool = False,
     ) -> Matrix:
         """Return the matrix of the products of embeddings, with their biases."""
         if not is_small(engine, math.prod(relation.shape), budget, rows.dtype):
-            return large_matrix(rows, cols, relation, engine, budget, strict=strict)
-        return cls(
-            relation,
-            engine,
-            rows,
-            vectors=(rows, cols),
-            part=part_of(rows.target, cols.target, rows.normalize),
-            bounded=rows.normalize and rows.bias is None and cols.bias is None,
-            strict=strict,
-        )
+            return large_matrix(rows, cols, relation, engine, budget)
+        part = part_of(rows.target, cols.target, rows.normalize)
+        return cls(relation, engine, rows, vectors=(rows, cols), part=part)
 
     def of_weights(self) -> Matrix:
         """Return a matrix with the weights of matches in place of the scores."""
@@ -205,8 +195,6 @@ class Matrix:
             given=None if self.given is None else self.given.detach(),
             part=None if self._part is None else self._part.detach(),
             keeps_scores=self.keeps_scores,
-            bounded=self.bounded,
-            strict=self.strict,
             is_memory=self.is_memory,
             sources=tuple([x.detach() for x in self._sources]) if vectors is None else (),
         )
@@ -255,18 +243,16 @@ class Matrix:
             return self._scores
         keeps = may_keep()
         with torch.set_grad_enabled(keeps):  # also if first used under no_grad
-            scores = self._new_scores()
+            if self.given is not None:
+                scores = self.given.x.to(self.dtype)
+            else:
+                assert self._part is not None
+                scores = self._part.scores()
+                if self.is_biased:
+                    scores = with_biases(scores, *self.bias)
         if keeps:
             self._scores = scores
         return scores
-
-    def _new_scores(self) -> Tensor:
-        """Return the (N, M) scores of a part of a step with their biases, or those passed in."""
-        if self._part is not None:
-            scores = self._part.scores()
-            return with_biases(scores, *self.bias) if self.is_biased else scores
-        assert self.given is not None
-        return self.given.x.to(self.dtype)
 
     def inputs(self) -> Inputs:
         """Return the inputs of a pass. Scores that are kept are computed at the first call.
@@ -363,7 +349,8 @@ class Matrix:
             scores = self.scores_in_graph()
             assert scores is not None
             return dense.sums(question, scores, other)
-        if self._keeps_slopes and guide is None and question.term.slope is not None:
+        keeps = self._keeps_slopes and torch.is_grad_enabled()
+        if keeps and guide is None and question.term.slope is not None:
             return self._sums_of_block(question)
         by_triton = guide is None and self._has_kernel(question)
         targets = self.targets()
@@ -381,8 +368,6 @@ class Matrix:
         """Return the sums (A,) over the only block, whose scores are in the graph."""
         scores = self.scores_in_graph()
         assert scores is not None
-        if not torch.is_grad_enabled():
-            return tiled.sums_of_block(question, scores)
         pairs = self._positives_along(question)
         sums, positives = BlockSums.apply(question, pairs, scores, *question.values)
         if pairs is not None:
@@ -481,7 +466,7 @@ class Matrix:
                 scores = self.scores_in_graph()
                 assert scores is not None
                 return tiled.std_of_block(self.relation, scores, sides)
-            question = Question(self.relation, sides, identity)
+            question = Question(identity, self.relation, sides)
             if self._has_kernel(question) and not is_compiling():
                 from . import triton
 
@@ -491,7 +476,7 @@ class Matrix:
             count = joined([self.relation.counts(side, positive=False) for side in sides])
             count = count.clamp_min(1)
             shift = (self.summed_negatives(sides) / -count).to(self.dtype)
-            squares = self.sums(Question(self.relation, sides, square, shift=shift))
+            squares = self.sums(Question(square, self.relation, sides, shift=shift))
             return (squares / count).sqrt()
 
     def summed_negatives(self, sides: tuple[int, ...]) -> Tensor:
@@ -502,7 +487,7 @@ class Matrix:
         """
         with torch.no_grad():
             if self.in_graph or not self.relation.others_are_negatives:
-                return self.sums(Question(self.relation, sides, identity))
+                return self.sums(Question(identity, self.relation, sides))
             inputs = self.inputs_of_vectors()
             with full_precision(inputs.like):
                 parts = []
@@ -565,7 +550,7 @@ class Matrix:
         of_class = of_class.index_put((of_others.number,), vectors, accumulate=True)
         return (own * of_class[classes.number]).sum(1) * classes.known
 
-    def hardest(self, question: Question) -> Best:
+    def hardest(self, question: Question) -> Hardest:
         """Return the highest score that counts of each anchor, and its candidate: (A,).
 
         The gradient of a score goes to the embeddings of its pair alone.
@@ -582,13 +567,13 @@ class Matrix:
         rows, cols = self._pairs_of(question.sides, best.indices.clamp_min(0))
         scores = self._pair_and_positive_scores(rows, cols)
         if all_have_one:
-            return Best(scores, best.indices)
-        return Best(torch.where(best.indices < 0, -math.inf, scores), best.indices)
+            return Hardest(scores, best.indices)
+        return Hardest(torch.where(best.indices < 0, -math.inf, scores), best.indices)
 
-    def _hardest(self, question: Question) -> Best:
+    def _hardest(self, question: Question) -> Hardest:
         """Return what :meth:`hardest` does, without a gradient; any index where there is none."""
         if self.engine == "dense":
-            return Best(*dense.hardest(question, self.scores()))
+            return Hardest(*dense.hardest(question, self.scores()))
         if self._keeps_slopes:
             scores = self.scores_in_graph()
             assert scores is not None
@@ -714,9 +699,6 @@ def large_matrix(
     relation: Relation,
     engine: str,
     budget: int,  # bytes of scores that may be kept
-    *,
-    bounded: bool | None = None,
-    strict: bool = False,
     is_memory: bool = False,
 ) -> Matrix:
     """Return a matrix that is multiplied block by block; its scores are kept if they fit."""
@@ -724,8 +706,6 @@ def large_matrix(
     if engine == "triton" and not is_biased and is_autocast_on(rows.x.device.type):
         rows = as_multiplied(rows)
         cols = as_multiplied(cols)
-    if bounded is None:
-        bounded = rows.normalize and cols.normalize and not is_biased
     size = math.prod(relation.shape) * (torch.finfo(rows.dtype).bits // 8)
     return Matrix(
         relation,
@@ -733,8 +713,6 @@ def large_matrix(
         rows,
         vectors=(rows, cols),
         keeps_scores=engine == "tiled" and size <= budget,
-        bounded=bounded,
-        strict=strict,
         is_memory=is_memory,
     )
 
@@ -745,17 +723,14 @@ def memory_matrix(
     relation: Relation,
     engine: str,
     budget: int,  # bytes of scores that may be kept
-    strict: bool = False,
 ) -> Matrix:
     """Return the matrix of a batch's vectors with a memory's."""
     if not is_small(engine, math.prod(relation.shape), budget, rows.dtype):
-        return large_matrix(
-            rows, bank, relation, engine, budget, bounded=True, strict=strict, is_memory=True
-        )
+        return large_matrix(rows, bank, relation, engine, budget, is_memory=True)
     place = slice(0, len(rows)), NO_COLUMNS
     step = Step(Layout(len(rows), True, (place,)), [bank.x], (rows.target,))
     part = StepPart(step, (0,), *place)
-    return Matrix(relation, engine, rows, part=part, bounded=True, strict=strict, is_memory=True)
+    return Matrix(relation, engine, rows, part=part, is_memory=True)
 
 
 def part_of(rows: Tensor, cols: Tensor, normalize: bool) -> StepPart:

@@ -23,9 +23,10 @@ class Question(NamedTuple):
     The sums are (A,), where A are the anchors of the sides, the rows first.
     """
 
-    relation: Relation
-    sides: tuple[int, ...]  # 0: the rows are anchors; 1: the columns are
     term: Term
+    #: Of the matrix that is asked.
+    relation: Relation = None  # type: ignore[assignment]
+    sides: tuple[int, ...] = ()  # 0: the rows are anchors; 1: the columns are
     over: Over = "negatives"
     scale: Value = 1.0
     shift: Value | None = None

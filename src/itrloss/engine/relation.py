@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,7 @@ Over = Literal["negatives", "positives", "all"]
 Rule = Literal["same", "other"]
 Ids = tuple[Tensor | None, Tensor | None]
 Places = tuple[slice, slice]  # rows and columns of a block
+Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
@@ -70,6 +72,35 @@ class Classes(NamedTuple):
     known: Tensor  # (A,) bool: whether the entry is in its class; others match nothing
 
 
+def kept(
+    compute: Callable[Concatenate[Any, Given], Result],
+) -> Callable[Concatenate[Any, Given], Result]:
+    """Return a method of :class:`Relation` that computes each result once, in tensors that autograd
+    may save.
+
+    Masks of more than ``KEPT_MASK`` pairs are made anew. A compiler finds equal expressions itself,
+    and refuses tensors that leave the graph of an autograd function.
+    """
+
+    @functools.wraps(compute)
+    def once(self: Relation, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        """Return what is known, or compute it."""
+        key = compute.__name__, *args, *kwargs.values()
+        if key in self._known:
+            return self._known[key]
+        if is_compiling():
+            return compute(self, *args, **kwargs)
+        context = contextlib.nullcontext() if may_keep() else torch.inference_mode(False)
+        with context:
+            result = compute(self, *args, **kwargs)
+        is_mask = isinstance(result, Tensor) and result.dim() == 2
+        if not (is_mask and result.numel() > KEPT_MASK):
+            self._known[key] = result
+        return result
+
+    return once
+
+
 class Relation:
     """What the pairs of a matrix (N, M) are: positive, negative, or neither.
 
@@ -93,6 +124,8 @@ class Relation:
     _weights: Tensor | None = None  # (N, M), where matches have them
     _weight_dtype = torch.float32
     is_known = True  #: whether something says who matches
+    #: The ids that were passed in, where they are, if they alone say who matches.
+    ids_as_passed: Ids = (None, None)
     #: (N,) and (M,) ids or (N, k) and (M, l) labels; None where they are not needed.
     ids: Ids = (None, None)
     #: (N,) and (M,) bool: entries that do not exist; None where there certainly are none.
@@ -124,29 +157,31 @@ class Relation:
         self.has_weights = has_weights
         self.one_set = one_set
         self.one_way = one_way or one_set
-        self._cache: dict[Any, Any] = {}
+        self._known: dict[Any, Any] = {}  # see `kept`
         if matches is not None:
             self._keep_matches(matches)
         #: Whether all pairs of entries that exist and do not match are negatives.
         self.others_are_negatives = matches is None and groups is None
-        #: The ids that were passed in, where they are, if they alone say who matches.
-        self.ids_as_passed = ids if groups is None and not are_sets(ids) else (None, None)
-        own, others = compared_ids(shape[0], ids)
         #: Whether row i matches column i, and all other pairs are negatives.
         self.one_to_one = self.others_are_negatives
         self._is_small = shape[0] * shape[1] <= BY_MASK
-        if own is not None and others is not None:
-            self.one_to_one = self.others_are_negatives and is_diagonal(shape, own, others)
-            if not self.one_to_one:
-                self._keep_ids(own, others)
+        if ids[1] is not None:
+            self._keep_ids(*ids)
 
-    def _keep_ids(self, rows: Tensor, cols: Tensor) -> None:
+    def _keep_ids(self, given_rows: Tensor | None, given_cols: Tensor | None) -> None:
         """Keep ids, or sets of labels, that say who matches, on the device of the matrix.
 
         Those on the CPU were looked at before an accelerator gets them: of different items nothing
         is listed, no mask is made, and nobody waits. A step of InfoNCE of 128 x 128 with such ids
         has 39 launches in place of 88 with masks (tests/engine/test_synchronisation.py counts).
         """
+        assert given_cols is not None
+        rows, cols = compared_ids(self.shape[0], given_rows, given_cols)
+        if self.groups is None and rows.dim() == 1:
+            self.ids_as_passed = given_rows, given_cols
+        if self.others_are_negatives and is_diagonal(self.shape, rows, cols):
+            return
+        self.one_to_one = False
         self.ignored = missing_masks(rows, cols, self.device)
         self.all_exist = self.ignored[0] is None and self.ignored[1] is None
         own = rows.to(self.device)
@@ -181,31 +216,16 @@ class Relation:
             return not is_recorded(like.device)
         return host_may_read(like)
 
+    @kept
     def exists(self, side: int) -> Tensor | None:
         """Return the (A,) bool mask of the rows (0) or columns (1) that exist; None: all do.
 
         With ``matches``, those do that take part in a pair.
         """
         if self.matches is not None:
-            return self._cached(("exists", side), lambda: (self.matches != 2).any(1 - side))
+            return (self.matches != 2).any(1 - side)
         ignored = self.ignored[side]
         return None if ignored is None else ~ignored
-
-    def _cached(self, key: Any, compute: Callable[..., Result], *arguments: Any) -> Result:
-        """Return what ``compute(*arguments)`` does, computed once, in tensors that autograd may
-        save.
-
-        A compiler finds equal expressions itself, and refuses tensors that leave the graph of an
-        autograd function.
-        """
-        if key in self._cache:
-            return self._cache[key]
-        if is_compiling():
-            return compute(*arguments)
-        context = contextlib.nullcontext() if may_keep() else torch.inference_mode(False)
-        with context:
-            self._cache[key] = compute(*arguments)
-        return self._cache[key]
 
     # ------------------------------------------------------------------------------------- masks
 
@@ -262,20 +282,18 @@ class Relation:
             return None
         return self._not_negative(rows, cols) & ~self.positive(rows, cols)
 
+    @kept
     def all_positive(self) -> Tensor:
-        """Return the (N, M) bool mask of all positives, to be read only; a small one is kept."""
-        if self.shape[0] * self.shape[1] > KEPT_MASK:
-            return self.positive()
-        return self._cached("positive", self.positive)
+        """Return the (N, M) bool mask of all positives, to be read only."""
+        return self.positive()
 
+    @kept
     def all_excluded(self, over: Over) -> Tensor | None:
         """Return the (N, M) bool mask of the pairs that a sum leaves out, to be read only.
 
-        That of a small matrix is kept for the next question: it takes up to five launches.
+        It takes up to five launches.
         """
-        if self.shape[0] * self.shape[1] > KEPT_MASK:
-            return self.excluded(over)
-        return self._cached(over, self.excluded, over)
+        return self.excluded(over)
 
     def exclude_(
         self,
@@ -294,7 +312,7 @@ class Relation:
             if -x.shape[-2] < offset < x.shape[-1]:
                 x.diagonal(offset, -2, -1).fill_(value)
             return x
-        fills = not self._is_small and self._cached("fills entries", self._fills_entries)
+        fills = not self._is_small and self._fills_entries()
         # what was kept may be asked for in a compiled graph, where the host reads nothing
         if over == "negatives" and fills and not is_compiling():
             i, j = self._listed_within(rows, cols)
@@ -310,6 +328,7 @@ class Relation:
             mask = self.excluded(over, rows, cols)
         return x if mask is None else x.masked_fill_(mask, value)
 
+    @kept
     def _fills_entries(self) -> bool:
         """Return whether positives may be filled one by one: listed, and at hand on the CPU."""
         if not self.by_ids or self.ids[0].device.type != "cpu":  # type: ignore[union-attr]
@@ -320,7 +339,7 @@ class Relation:
         """Return the positive pairs of a block on the CPU, as places in it."""
         n, m = self.shape
         if rows.start == 0 and rows.stop == n:
-            i, j = self._cached("listed by column", self._listed_by_column)
+            i, j = self._listed_by_column()
             part = between(j, cols)
             return i[part], j[part] - cols.start
         i, j = self.listed
@@ -333,6 +352,7 @@ class Relation:
             j = j[inside] - cols.start
         return i, j
 
+    @kept
     def _listed_by_column(self) -> tuple[Tensor, Tensor]:
         """Return the positive pairs, sorted by column."""
         i, j = self.listed
@@ -348,19 +368,18 @@ class Relation:
 
     # --------------------------------------------------------------------------- numbers and lists
 
+    @kept
     def counts(self, side: int, positive: bool) -> Tensor:
         """Return the (A,) int32 or int64 numbers of positives, or of negatives, of each row (0) or
         column (1).
         """
-        if self._is_symmetric:
-            side = 0
+        if side == 1 and self._is_symmetric:
+            return self.counts(0, positive)
         if self.one_to_one or (self.by_ids and not self._is_small):
-            count = self._counts_by_ids
-        elif self._is_small:
-            count = self._counts_in_mask
-        else:
-            return self._cached("counts", self._counts_by_masks)[side][positive]
-        return self._cached(("counts", side, positive), count, side, positive)
+            return self._counts_by_ids(side, positive)
+        if self._is_small:
+            return self._counts_in_mask(side, positive)
+        return self._counts_by_masks()[side][positive]
 
     def negative_counts(self, side: int, dtype: torch.dtype) -> Any:
         """Return how many negatives each row (0) or column (1) has, at least 1, to divide by: (A,)
@@ -368,16 +387,15 @@ class Relation:
         """
         if self.one_to_one and self.shape[0] == self.shape[1]:
             return max(1, self.shape[0] - 1)
-        if self._is_symmetric:
-            side = 0
-        return self._cached(("divisors", side, dtype), self._divisors, side, dtype)
+        return self._divisors(0 if self._is_symmetric else side, dtype)
 
+    @kept
     def _divisors(self, side: int, dtype: torch.dtype) -> Tensor:
-        """Return what :meth:`negative_counts` keeps of one side."""
+        """Return :meth:`negative_counts` of one side, in a dtype."""
         return self.counts(side, positive=False).clamp_min(1).to(dtype)
 
     def _counts_by_ids(self, side: int, positive: bool) -> Tensor:
-        """Return what :meth:`counts` keeps of one side, from sorted ids."""
+        """Return :meth:`counts` of one side, from sorted ids."""
         own = self.ids[side]
         if own is None:
             positives = torch.ones(self.shape[side], dtype=torch.int64, device=self.device)
@@ -406,13 +424,14 @@ class Relation:
         return of_class[torch.searchsorted(found.ordered, own)]
 
     def _counts_in_mask(self, side: int, positive: bool) -> Tensor:
-        """Return what :meth:`counts` keeps of one side, from the mask of all pairs."""
+        """Return :meth:`counts` of one side, from the mask of all pairs."""
         if positive:
             return self.all_positive().sum(1 - side)
         excluded = self.all_excluded("negatives")
         assert excluded is not None
         return self.shape[1 - side] - excluded.sum(1 - side)
 
+    @kept
     def _counts_by_masks(self) -> list[tuple[Tensor, Tensor]]:
         """Return the numbers of negatives and of positives of each side, from masks of blocks."""
         of_both = torch.zeros(2, sum(self.shape), dtype=torch.int64, device=self.device)
@@ -428,12 +447,9 @@ class Relation:
         """The side with fewer entries, or the columns."""
         return int(self.shape[1] <= self.shape[0])
 
+    @kept
     def _occurrences(self) -> Occurrences:
         """Return where the ids of the longer side are among the sorted ones of the shorter."""
-        return self._cached("occurrences", self._find_occurrences)
-
-    def _find_occurrences(self) -> Occurrences:
-        """Return what :meth:`_occurrences` keeps."""
         own = self.ids[self._shorter]
         others = self.ids[1 - self._shorter]
         assert own is not None and others is not None
@@ -446,15 +462,12 @@ class Relation:
             count.masked_fill_(ignored, 0)
         return Occurrences(ordered, order, first, count)
 
+    @kept
     def numbers(self) -> Numbers:
         """Return how many positives there are.
 
         The host reads nothing else of ids. On an accelerator it waits for it.
         """
-        return self._cached("numbers", self._numbers)
-
-    def _numbers(self) -> Numbers:
-        """Return what :meth:`numbers` keeps."""
         if 0 in self.shape:
             return Numbers(0, (0, 0), (0, 0))
         if self.one_to_one:
@@ -484,12 +497,9 @@ class Relation:
         return self.one_to_one or max(self.numbers().most) <= FEW
 
     @property
+    @kept
     def listed(self) -> tuple[Tensor, Tensor]:
         """The (P,) row and (P,) column indices of the positive pairs, sorted by row."""
-        return self._cached("listed", self._listed)
-
-    def _listed(self) -> tuple[Tensor, Tensor]:
-        """Return what :attr:`listed` keeps."""
         if self.one_to_one:
             i = torch.arange(min(self.shape), device=self.device)
             return i, i
@@ -514,7 +524,7 @@ class Relation:
         return short_index, long_index[order]
 
     def _listed_by_masks(self) -> tuple[Tensor, Tensor]:
-        """Return what :attr:`listed` keeps, from masks."""
+        """Return :attr:`listed`, from masks."""
         nothing = torch.empty(0, dtype=torch.int64, device=self.device)
         of_rows = [nothing]
         of_cols = [nothing]
@@ -524,12 +534,9 @@ class Relation:
             of_cols.append(j)
         return torch.cat(of_rows), torch.cat(of_cols)
 
+    @kept
     def classes(self, side: int) -> Classes:
         """Return the classes of a side's entries by their ids: positives have the same."""
-        return self._cached(("classes", side), self._classes, side)
-
-    def _classes(self, side: int) -> Classes:
-        """Return what :meth:`classes` keeps."""
         ids = self.ids[side]
         assert ids is not None
         found = self._occurrences()
@@ -594,13 +601,10 @@ def are_sets(ids: Ids) -> bool:
     return (rows is not None and rows.dim() == 2) or (cols is not None and cols.dim() == 2)
 
 
-def compared_ids(n: int, ids: Ids) -> Ids:
-    """Return the ids of n rows, which are by default their numbers, and of columns, if there are
-    any; sets of labels of both sides, if one side has sets.
+def compared_ids(n: int, rows: Tensor | None, cols: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ids of n rows, which are by default their numbers, and of columns; sets of labels
+    of both sides, if one side has sets.
     """
-    rows, cols = ids
-    if cols is None:
-        return None, None
     if rows is None:
         rows = torch.arange(n, device=cols.device)
     if rows.dim() != cols.dim():

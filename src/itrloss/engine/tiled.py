@@ -29,8 +29,8 @@ from .vectors import chunks, compute_dtype, project
 SUMMED_AT_ONCE = 2**20
 
 
-class Best(NamedTuple):
-    """The highest score of each anchor and its candidate, (A,)."""
+class Hardest(NamedTuple):
+    """Score (A,) and index (A,) int64 of each anchor's hardest negative; -inf and -1 if none."""
 
     values: Tensor
     indices: Tensor
@@ -70,15 +70,6 @@ def block_of(scores: Tensor) -> Tile:
     return Tile((slice(0, n), slice(0, m)), scores)
 
 
-def sums_of_block(question: Question, scores: Tensor) -> Tensor:
-    """Return the sums (A,) over one block."""
-    parts: list[Tensor] = []
-    for view in views(question, block_of(scores)):
-        values = view.values()
-        parts += [values.sum(1 - side) for side in view.sides]
-    return joined(parts)
-
-
 def sums_and_slopes(question: Question, scores: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the sums (A,) over one block, and the slopes (N, M) of each view of it."""
     parts: list[Tensor] = []
@@ -90,7 +81,7 @@ def sums_and_slopes(question: Question, scores: Tensor) -> tuple[Tensor, list[Te
     return joined(parts), slopes
 
 
-def hardest_of_block(question: Question, scores: Tensor) -> Best:
+def hardest_of_block(question: Question, scores: Tensor) -> Hardest:
     """Return the highest score that counts of each anchor in one block, and its candidate."""
     values: list[Tensor] = []
     indices: list[Tensor] = []
@@ -100,7 +91,7 @@ def hardest_of_block(question: Question, scores: Tensor) -> Best:
             value, index = argmax(counted, 1 - side)
             values.append(value)
             indices.append(index)
-    return Best(joined(values), joined(indices))
+    return Hardest(joined(values), joined(indices))
 
 
 def std_of_block(relation: Relation, scores: Tensor, sides: Sequence[int]) -> Tensor:
@@ -130,19 +121,19 @@ def highest(question: Question, inputs: Inputs, guide: Inputs | None = None) -> 
     return totals
 
 
-def hardest(question: Question, inputs: Inputs) -> Best:
+def hardest(question: Question, inputs: Inputs) -> Hardest:
     """Return the highest score that counts of each anchor, and its candidate; -inf if none."""
     values = torch.full((question.size,), -math.inf, dtype=inputs.dtype, device=inputs.like.device)
-    known = Best(values, torch.zeros_like(values, dtype=torch.int64))
+    known = Hardest(values, torch.zeros_like(values, dtype=torch.int64))
     for tile in tiles(inputs):
         for view in views(question, tile):
             scores = view.exclude_(tile.scores.clone(), -math.inf)
             for side in view.sides:
-                join_best_(known, view, side, Best(*argmax(scores, 1 - side)))
+                join_best_(known, view, side, Hardest(*argmax(scores, 1 - side)))
     return known
 
 
-def join_best_(known: Best, view: View, side: int, best: Best) -> None:
+def join_best_(known: Hardest, view: View, side: int, best: Hardest) -> None:
     """Replace the best candidates of some anchors where others are better; nan is the highest."""
     places = view.tile.places
     place = view.question.anchors(side, places[side])

@@ -194,6 +194,7 @@ class Embeddings:
         x: Tensor,
         normalize: bool = True,
         bias: Tensor | None = None,  # (N,) added to the scores of a vector
+        is_unit: bool = False,  # whether the vectors have unit length as they are
     ):
         x = savable(x)
         self.given = x  # as passed in
@@ -201,6 +202,7 @@ class Embeddings:
         self.x = x  # what is multiplied
         self.is_rounded = False  # whether that is in another dtype than what was passed in
         self.normalize = normalize
+        self.is_unit = normalize or is_unit
         self.dtype = compute_dtype(x)
         self.bias: Tensor | None = None
         if bias is not None:
@@ -230,7 +232,7 @@ class Embeddings:
 
     def rounded(self, dtype: torch.dtype) -> Embeddings:
         """Return the same vectors, multiplied in another dtype; their gradient is not rounded."""
-        twin = Embeddings(self.given, self.normalize, self.bias)
+        twin = Embeddings(self.given, self.normalize, self.bias, self.is_unit)
         if self.normalize and dtype == torch.float16:  # lengths may leave its range
             twin.target = twin.given * inverse_norms(twin.given.detach())
         twin.x = twin.target.detach().to(dtype)
@@ -277,7 +279,7 @@ class Embeddings:
     def detach(self) -> Embeddings:
         """Return the same embeddings without a gradient."""
         bias = None if self.bias is None else self.bias.detach()
-        twin = Embeddings(self.given.detach(), self.normalize, bias)
+        twin = Embeddings(self.given.detach(), self.normalize, bias, self.is_unit)
         twin.target = self.target.detach()
         twin.x = self.x.detach()
         twin.is_rounded = self.is_rounded

@@ -156,9 +156,8 @@ def head_matrices(
         scores = product(units.flatten(0, 1), texts.T).view(k, n, len(texts))
         return [Matrix.of_scores(Embeddings(x, False), frame.pairs, chosen) for x in scores]
     shared = Embeddings(texts, False)
-    strict = engine == "triton"
     heads = [Embeddings(x, False) for x in units]
-    return [large_matrix(x, shared, frame.pairs, chosen, 0, strict=strict) for x in heads]
+    return [large_matrix(x, shared, frame.pairs, chosen, 0) for x in heads]
 
 
 class DynamicOrthogonalLoss(Loss):

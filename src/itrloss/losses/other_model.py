@@ -107,7 +107,7 @@ def matrix_of_scores(scores: Tensor, sim: Similarity, engine: Engine) -> Matrix:
         scores = spread_columns(scores, sim.share.processes, 0.0)
     n, m = sim.pairs.shape
     chosen = choose_engine(engine, n * m, 8 * n * m, scores)  # they are held anyway
-    return Matrix.of_scores(Embeddings(scores, False), sim.pairs, chosen, engine == "triton")
+    return Matrix.of_scores(Embeddings(scores, False), sim.pairs, chosen)
 
 
 def matrix_of_embeddings(model: Sequence[Tensor], sim: Similarity, engine: Engine) -> Matrix:
@@ -125,7 +125,6 @@ def matrix_of_embeddings(model: Sequence[Tensor], sim: Similarity, engine: Engin
         sim.pairs,
         choose_engine(engine, n * m, budget, rows),
         budget,
-        engine == "triton",
     )
 
 
