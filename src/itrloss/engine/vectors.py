@@ -219,11 +219,6 @@ class Embeddings:
         return self.x.shape[0]
 
     @property
-    def changed(self) -> bool:
-        """Whether the vectors were modified in place."""
-        return self.version is not None and self.version != self.given._version
-
-    @property
     def bias_changed(self) -> bool:
         """Whether the biases were modified in place."""
         if self.bias is None or self._bias_version is None:
