@@ -191,13 +191,13 @@ IN_TORCH = words(
     torch.inference_mode torch.int16 torch.int32 torch.int64 torch.int8
     torch.is_autocast_enabled torch.is_grad_enabled torch.is_inference_mode_enabled
     torch.isclose torch.isin torch.lerp torch.linalg.qr torch.linalg.vecdot
-    torch.linalg.vector_norm torch.linspace torch.load torch.logaddexp torch.matmul
+    torch.linalg.vector_norm torch.linspace torch.load torch.log torch.logaddexp torch.matmul
     torch.maximum torch.mean torch.minimum torch.mm torch.mul
     torch.multiprocessing.spawn.ProcessRaisedException torch.multiprocessing.spawn.spawn
     torch.mv torch.nan torch.ne torch.nn.Module torch.nn.functional.normalize
     torch.nn.functional.pad torch.nn.utils.rnn.pad_sequence torch.no_grad torch.ones
     torch.ones_like torch.optim.Adam torch.optim.Optimizer torch.optim.SGD torch.promote_types
-    torch.rand torch.randint torch.randn torch.random.fork_rng torch.randperm
+    torch.rand torch.randint torch.randn torch.random.fork_rng torch.randperm torch.reciprocal
     torch.repeat_interleave torch.rsub torch.save torch.searchsorted torch.set_default_dtype
     torch.set_grad_enabled torch.set_num_threads torch.set_rng_state torch.sigmoid_ torch.sort
     torch.sparse_coo torch.sparse_coo_tensor torch.special.log_ndtr torch.stack torch.strided

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from types import MappingProxyType, UnionType
 from typing import (
@@ -35,61 +35,32 @@ else:
         return lambda cls: cls
 
 
-class Form(NamedTuple):
-    """Another form of an option, such as the scale ``1/τ`` of a temperature τ."""
-
-    value: Callable[[Tensor], Tensor]  # the option, of a tensor in this form
-    stored: Callable[[Any], Any]  # this form, of a number or a tensor
-
-
 class Learnt(NamedTuple):
-    """How an option may be learnt: as which parameter, and in which other forms it is passed."""
-
-    parameter: str  # the form in which a loss holds one of its own
-    forms: Mapping[str, Form] = MappingProxyType({})
-
-    def stored(self, name: str, number: float) -> float:
-        """Return a number of the option in a form."""
-        return self.forms[name].stored(number) if name in self.forms else number
-
-
-class ReadForm:
-    """The value of an option in one of its forms, of the number or of the parameter that is held.
-
-    It has no ``__set__``, so that a number in the instance's ``__dict__`` comes first.
+    """How an option may be learnt: as which parameter, and in which other forms it is passed, such
+    as the scale ``1/τ`` of a temperature τ.
     """
 
-    def __init__(self, learnt: Learnt, option: str, name: str):
-        self.learnt = learnt
-        self.option = option
-        self.name = name  # of the form
+    parameter: str  # the form in which a loss holds one of its own
+    # a form's tensors as those of another, by the names of both
+    conversions: Mapping[tuple[str, str], Callable[[Tensor], Tensor]] = MappingProxyType({})
 
-    def __get__(self, module: CheckedModule | None, owner: type) -> object:
-        if module is None:
-            return self
-        held = module._held.get(self.option, self.option)
-        if held == self.name:
-            value = module._parameters.get(held)
-            if value is None:
-                value = module.__dict__.get(held)  # what nn.DataParallel has copied
-            if value is None:
-                raise AttributeError(self.name)
-            return value
-        value = getattr(module, held)  # also what a parametrization computes
-        if held != self.option:
-            if value.dtype != torch.float64:
-                # in half precision its exponential or reciprocal would be up to 0.4 % off
-                value = value.float()
-            # 0-dim, so that it is printed as a number is
-            value = self.learnt.forms[held].value(value).squeeze()
-        if self.name != self.option:
-            value = self.learnt.forms[self.name].stored(value)
-        return value
+    def converted(self, x: Any, given: str, wanted: str) -> Any:
+        """Return a number, or a tensor, of one form in another."""
+        if given == wanted:
+            return x
+        if isinstance(x, Tensor):
+            return self.conversions[given, wanted](x)
+        exact = torch.tensor(x, dtype=torch.float64, device="cpu")
+        return self.conversions[given, wanted](exact).item()
 
 
 @dataclass(eq=False)
 class Option:
-    """An option of a class of :class:`Options`; for what is passed see :func:`option`."""
+    """An option of a class of :class:`Options`; for what is passed see :func:`option`.
+
+    One that has several forms stays an attribute of the class, by which each form is read. It has
+    no ``__set__``, so that a number in the instance's ``__dict__`` comes first.
+    """
 
     default: object
     above: float
@@ -113,7 +84,7 @@ class Option:
         self.kind = kind
         self.keyword_only = keyword_only
         words, others = parts_of_type(kind)
-        if self.may_be_parameter:
+        if self.learnt is not None:
             others.discard(Tensor)  # which it then is, and is set to numbers all the same
         if others <= {float, int}:
             self.words = words
@@ -126,9 +97,25 @@ class Option:
         return self.converter is None and self.number is None and not self.words
 
     @property
-    def may_be_parameter(self) -> bool:
-        """Whether a parameter may stand for it."""
-        return self.learnt is not None or self.form_of != ""
+    def stands_for(self) -> str:
+        """The name of the option that this is a form of, or its own."""
+        return self.form_of or self.name
+
+    def __get__(self, module: CheckedModule | None, owner: type) -> object:
+        """Return the option in this form, of the number or of the parameter that is held."""
+        if module is None:
+            return self
+        held = module._held.get(self.stands_for, self.stands_for)
+        if held == self.name:
+            return module.__getattr__(held)
+        value = getattr(module, held)  # also what a parametrization computes
+        if isinstance(value, Tensor):
+            if value.dtype != torch.float64:
+                # in half precision its exponential or reciprocal would be up to 0.4 % off
+                value = value.float()
+            value = value.squeeze()  # 0-dim, so that it is printed as a number is
+        assert self.learnt is not None
+        return self.learnt.converted(value, held, self.name)
 
     def parse(self, value: object) -> object:
         """Return an allowed value in the type in which it is kept; raise an error for another."""
@@ -151,14 +138,9 @@ class Option:
 
     def _bounds(self) -> str:
         """Return what numbers are allowed, in words."""
-        bounds = []
-        if self.above > -math.inf:
-            bounds.append(f"above {self.above:g}")
-        if self.at_least > -math.inf:
-            bounds.append(f"of at least {self.at_least:g}")
-        if self.at_most < math.inf:
-            bounds.append(f"at most {self.at_most:g}")
-        return f"a number {' and '.join(bounds)}"
+        bounds = {"above": self.above, "of at least": self.at_least, "at most": self.at_most}
+        parts = [f"{word} {x:g}" for word, x in bounds.items() if math.isfinite(x)]
+        return f"a number {' and '.join(parts)}"
 
     def parameter(self) -> inspect.Parameter:
         """Return the option as a parameter of a signature."""
@@ -249,7 +231,7 @@ class Options:
     _own_options: ClassVar[dict[str, Option]] = {}  # of one class
     _all_options: ClassVar[dict[str, Option]] = {}
     _signature: ClassVar[inspect.Signature]
-    __signature__: ClassVar[inspect.Signature]
+    __signature__: ClassVar[inspect.Signature]  # what inspect and help show
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Make the options and the signature of a class."""
@@ -257,9 +239,9 @@ class Options:
         cls._own_options = own_options(cls)
         cls._all_options = all_options(cls)
         cls._signature = inspect.Signature([x.parameter() for x in cls._all_options.values()])
-        cls.__signature__ = cls._signature  # what inspect and help show
+        cls.__signature__ = cls._signature
         if cls.__init__ is not Options.__init__:
-            cls.__signature__ = extended_signature(cls.__init__, cls._all_options)
+            cls.__signature__ = extended_signature(cls)
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__()
@@ -275,12 +257,12 @@ class Options:
             bound = bind(*args, **options)
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
-        self._check_forms([x for x, value in bound.arguments.items() if value is not None])
+        self._check_forms(bound.arguments)
         bound.apply_defaults()
         parameters = {}
         for given, value in bound.arguments.items():
             declared = self._all_options[given]
-            if declared.may_be_parameter and isinstance(value, nn.Parameter):
+            if declared.learnt is not None and isinstance(value, nn.Parameter):
                 parameters[given] = value
                 value = declared.default
             setattr(self, given, value)
@@ -288,14 +270,14 @@ class Options:
         for given, value in parameters.items():  # in place of what a loss has made of its own
             setattr(self, given, value)
 
-    def _check_forms(self, passed: Sequence[str]) -> None:
+    def _check_forms(self, passed: Mapping[str, object]) -> None:
         """Raise a ValueError if an option was passed in two forms."""
         forms: dict[str, str] = {}
-        for name in passed:
-            option = self._all_options[name].form_of or name
-            if option in forms:
-                raise ValueError(f"{name}: expected None with {forms[option]}, another form of it")
-            forms[option] = name
+        for name, value in passed.items():
+            if value is not None:
+                first = forms.setdefault(self._all_options[name].stands_for, name)
+                if first != name:
+                    raise ValueError(f"{name}: expected None with {first}, another form of it")
 
     def __post_init__(self) -> None:
         """Make what depends on the options, such as parameters; a subclass calls this one first."""
@@ -356,12 +338,10 @@ def own_options(cls: type) -> dict[str, Option]:
             given = vars(cls)[name]
             found[name] = given if isinstance(given, Option) else option(default=given)
             found[name].declare(name, kind, keyword_only)
-    known = inherited | found
     for name, declared in found.items():
         delattr(cls, name)
-        learnt = known[declared.form_of or name].learnt
-        if learnt is not None and learnt.forms:
-            setattr(cls, name, ReadForm(learnt, declared.form_of or name, name))
+        if declared.learnt is not None and declared.learnt.conversions:
+            setattr(cls, name, declared)
     return found
 
 
@@ -380,21 +360,18 @@ def all_options(cls: type) -> dict[str, Option]:
     return ordered
 
 
-def extended_signature(
-    function: Callable[..., object], options: Mapping[str, Option]
-) -> inspect.Signature:
+def extended_signature(cls: type[Options]) -> inspect.Signature:
     """Return the signature of a constructor of one's own, with the options that it passes on by
     ``**``.
     """
-    own = list(inspect.signature(function).parameters.values())[1:]
-    if not own or own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
-        return inspect.Signature(own)
-    named = {x.name for x in own}
-    passed_on = []
-    for name, declared in options.items():
-        if name not in named:
-            passed_on.append(declared.parameter().replace(kind=inspect.Parameter.KEYWORD_ONLY))
-    return inspect.Signature([*own[:-1], *passed_on, own[-1]])
+    shown = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    if shown and shown[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        named = [x.name for x in shown]
+        for name, declared in cls._all_options.items():
+            if name not in named:
+                passed_on = declared.parameter().replace(kind=inspect.Parameter.KEYWORD_ONLY)
+                shown.insert(-1, passed_on)
+    return inspect.Signature(shown)
 
 
 class WholeState(nn.Module):
@@ -473,27 +450,28 @@ class CheckedModule(Options, WholeState):
 
     def _set_option(self, declared: Option, value: Any) -> None:
         """Check and keep the value of an option, or the parameter that stands for it."""
-        option = self._option_of(declared)
         # the replicas of nn.DataParallel have computed copies in place of parameters
         kind = Tensor if getattr(self, "_is_replica", False) else nn.Parameter
-        is_learnt = option.learnt is not None
+        is_learnt = declared.learnt is not None
         if declared.may_be_anything or (is_learnt and isinstance(value, kind)):
             super(Options, self).__setattr__(declared.name, value)  # registers parameters, modules
-            self.__dict__["_made"] = self._made - {option.name}
+            self.__dict__["_made"] = self._made - {declared.stands_for}
         elif is_learnt:
-            self._set_number(declared, option, value)
+            self._set_number(declared, value)
         else:
             super()._set_option(declared, value)
 
-    def _set_number(self, declared: Option, option: Option, value: Any) -> None:
+    def _set_number(self, declared: Option, value: Any) -> None:
         """Check and keep the number of an option that may be learnt, in the form that is declared,
         or in the parameter that stands for it.
         """
         name = declared.name
-        held = self._held.get(option.name)
+        option = declared.stands_for
+        held = self._held.get(option)
         if value is None and held == name:
             self.register_parameter(name, None)
-        if value is None and (held == name or declared.form_of):
+            return
+        if value is None and declared.form_of:
             return
         if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
             value = value.item()  # such as a buffer
@@ -501,50 +479,31 @@ class CheckedModule(Options, WholeState):
         if held is not None and held not in self._parameters:
             expected = f"a value of {held}, which a parametrization computes"
             raise AttributeError(f"{name}: cannot be set, as it is {expected}")
-        self.__dict__["_passed"] = {**self._passed, option.name: (name, number)}
+        self.__dict__["_passed"] = {**self._passed, option: (name, number)}
         if held is None:
-            self.__dict__[option.name] = self._number_in(option.name, option)
+            self.__dict__[option] = self._number_in(option, option)
         else:
             self._fill(option)
 
-    def _number_in(self, form: str, option: Option) -> float:
+    def _number_in(self, form: str, option: str) -> float:
         """Return the number of a learnt option that was set last, in one of its forms."""
-        assert option.learnt is not None
-        passed, number = self._passed[option.name]
-        if passed in option.learnt.forms:
-            exact = torch.tensor(number, dtype=torch.float64, device="cpu")
-            number = option.learnt.forms[passed].value(exact).item()
-        return option.learnt.stored(form, number)
+        learnt = self._all_options[option].learnt
+        assert learnt is not None
+        passed, number = self._passed[option]
+        return learnt.converted(number, passed, form)
 
-    def _option_of(self, declared: Option) -> Option:
-        """Return the option that one is a form of, or itself."""
-        return self._all_options[declared.form_of or declared.name]
-
-    def _passed_form(self, option: str) -> tuple[str, float]:
-        """Return the form in which a learnt option was passed, and its value: a parameter's, unless
-        it is the number that was passed.
-        """
-        held = self._held.get(option)
-        if held is None:
-            return self._passed[option]
-        value = getattr(self, held).item()
-        number = self._number_in(held, self._all_options[option])
-        if math.isclose(value, number, rel_tol=0.01, abs_tol=1e-6):
-            return self._passed[option]
-        return held, value
-
-    def _fill(self, declared: Option) -> None:
+    def _fill(self, option: str) -> None:
         """Give the parameter behind an option the number that was set last."""
-        held = self._held.get(declared.name, "")
+        held = self._held.get(option, "")
         parameter = self._parameters.get(held)
         if parameter is not None:
             with torch.no_grad():
-                parameter.fill_(self._number_in(held, declared))
+                parameter.fill_(self._number_in(held, option))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; the option that it is a form of is then read from it."""
         declared = self._all_options.get(name)
-        is_form = declared is not None and declared.may_be_parameter
+        is_form = declared is not None and declared.learnt is not None
         if is_form:
             if param is not None and param.numel() != 1:
                 expected = "expected a parameter of one value"
@@ -555,14 +514,14 @@ class CheckedModule(Options, WholeState):
             self.__dict__["_shards"] = {**self._shards, name: param}
         if declared is None or not is_form:
             return
-        option = self._option_of(declared)
+        option = declared.stands_for
         held = dict(self._held)
-        before = held.pop(option.name, name)
+        before = held.pop(option, name)
         if param is None:
-            self.__dict__[option.name] = self._number_in(option.name, option)
+            self.__dict__[option] = self._number_in(option, option)
         else:
-            held[option.name] = name
-            self.__dict__.pop(option.name, None)
+            held[option] = name
+            self.__dict__.pop(option, None)
             if before != name:
                 del self._parameters[before]
         self.__dict__["_held"] = held

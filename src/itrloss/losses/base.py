@@ -70,9 +70,9 @@ class Loss(CheckedModule):
         if not getattr(self, "learnable", False):
             return
         for declared in self._all_options.values():
-            if declared.learnt is not None:
+            if declared.learnt is not None and not declared.form_of:
                 name = declared.learnt.parameter
-                number = float(self._number_in(name, declared))
+                number = float(self._number_in(name, declared.name))
                 # (1,): FSDP and the like do not shard 0-dim parameters.
                 setattr(self, name, nn.Parameter(torch.full((1,), number)))
                 self.__dict__["_made"] = self._made | {declared.name}
@@ -82,14 +82,14 @@ class Loss(CheckedModule):
         last, as is needed after ``to_empty``. Parameters that a model shares stay.
         """
         for name in self._made:
-            self._fill(self._all_options[name])
+            self._fill(name)
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; raise an AttributeError for a parameter that a loss does not learn."""
         is_ours = type(self).__module__.startswith("itrloss.")
         known = name in self._all_options or name in self.learnt
         if is_ours and isinstance(value, nn.Parameter) and not known:
-            options = [x.name for x in self._all_options.values() if x.may_be_parameter]
+            options = [x.name for x in self._all_options.values() if x.learnt is not None]
             raise no_parameter(type(self).__name__, name, [*self.learnt, *options])
         super().__setattr__(name, value)
 

@@ -16,7 +16,7 @@ from ..functional import Values
 from ..similarity import Similarity
 from ..torch_versions import is_compiling
 from .base import PairLoss
-from .temperature import SCALE, look_at_form
+from .temperature import LOG_SCALE, look_at_form
 
 _MINING: tuple[functional.Mining, ...] = ("all", "hardest", "batch-hard")  # as states number them
 _INTERVAL = 50  # calls between checks for a collapse
@@ -176,13 +176,15 @@ class SigmoidLoss(PairLoss):
         True
     """
 
-    scale: float | Tensor = option(default=10.0, above=0, learnt=SCALE)
+    scale: float | Tensor = option(default=10.0, above=0, learnt=LOG_SCALE)
     bias: float | Tensor = option(default=-10.0, learnt=Learnt("bias"))
     learnable: bool = option(default=True, fixed=True)
 
     _: KW_ONLY
-    temperature: float | Tensor | None = option(default=None, above=0, form_of="scale")
-    log_scale: float | Tensor | None = option(default=None, form_of="scale")
+    temperature: float | Tensor | None = option(
+        default=None, above=0, learnt=LOG_SCALE, form_of="scale"
+    )
+    log_scale: float | Tensor | None = option(default=None, learnt=LOG_SCALE, form_of="scale")
     # a pair has one value, which is of both
     directions: Literal["both"] = "both"  # type: ignore[assignment]
 

@@ -9,40 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import Form, Learnt, option
+from ..checks import Learnt, option
 from ..checks.warnings import warn_of_form
 from ..engine.vectors import host_may_read
 from ..functional import Values
 from ..similarity import Similarity
 from .base import SimilarityLoss
 
-
-def temperature_of_log(log_scale: Tensor) -> Tensor:
-    """Return the temperature of the logarithm of its scale."""
-    return (-log_scale).exp()
-
-
-def log_of_scale(scale: float | Tensor) -> float | Tensor:
-    """Return the logarithm of a scale."""
-    return scale.log() if isinstance(scale, Tensor) else math.log(scale)
-
-
-def log_of_temperature(temperature: float | Tensor) -> float | Tensor:
-    """Return the logarithm of the scale ``1/τ``."""
-    return -log_of_scale(temperature)
-
-
-def inverse(x: Any) -> Any:
-    """Return the scale of a temperature, or the other way round."""
-    return 1 / x
-
-
-RECIPROCAL = Form(inverse, inverse)
-#: The options `temperature` and `scale`, each of which the other is a form of.
-TEMPERATURE = Learnt(
-    "log_scale", {"scale": RECIPROCAL, "log_scale": Form(temperature_of_log, log_of_temperature)}
+# The forms of a temperature: itself, its scale ``1/τ`` and the logarithm of that.
+LOG_SCALE = Learnt(
+    "log_scale",
+    {
+        ("temperature", "scale"): torch.reciprocal,
+        ("scale", "temperature"): torch.reciprocal,
+        ("scale", "log_scale"): torch.log,
+        ("log_scale", "scale"): torch.exp,
+        ("temperature", "log_scale"): lambda temperature: -temperature.log(),
+        ("log_scale", "temperature"): lambda log_scale: (-log_scale).exp(),
+    },
 )
-SCALE = Learnt("log_scale", {"temperature": RECIPROCAL, "log_scale": Form(torch.exp, log_of_scale)})
 
 
 class TemperatureLoss(SimilarityLoss):
@@ -57,12 +42,14 @@ class TemperatureLoss(SimilarityLoss):
             back to it (CLIP's 100). None: there is no limit.
     """
 
-    temperature: float | Tensor = option(default=0.07, above=0, learnt=TEMPERATURE)
+    temperature: float | Tensor = option(default=0.07, above=0, learnt=LOG_SCALE)
 
     _: KW_ONLY
     learnable: bool = option(default=False, fixed=True)
-    scale: float | Tensor | None = option(default=None, above=0, form_of="temperature")
-    log_scale: float | Tensor | None = option(default=None, form_of="temperature")
+    scale: float | Tensor | None = option(
+        default=None, above=0, learnt=LOG_SCALE, form_of="temperature"
+    )
+    log_scale: float | Tensor | None = option(default=None, learnt=LOG_SCALE, form_of="temperature")
     max_scale: float | None = option(default=None, above=0)
 
     def _limit_scale(self, largest: float) -> None:
@@ -76,11 +63,11 @@ class TemperatureLoss(SimilarityLoss):
             return
         if not self._looked:  # at what was passed
             look_at_form(self, "temperature")
-        limit = TEMPERATURE.stored(held, 1 / largest)
-        bounds = {"min": limit} if held == "temperature" else {"max": limit}
         # In place, but no new version: a compiled model that computes with the same parameter has
         # saved it for its backward pass, which refuses other versions.
         for parameter in self._to_write(held):
+            limit = LOG_SCALE.converted(torch.full_like(parameter, largest), "scale", held)
+            bounds = {"min": limit} if held == "temperature" else {"max": limit}
             parameter.data.clamp_(**bounds)
 
     def _limited_temperature(self, sim: Similarity) -> float | Tensor:
@@ -112,5 +99,13 @@ def look_at_form(loss: SimilarityLoss, option: str, sim: Similarity | None = Non
     """
     cosines = sim is not None and sim.embeddings is not None and sim.normalizes
     held = loss._held.get(option)
-    if held is None or host_may_read(getattr(loss, held)):
-        warn_of_form(*loss._passed_form(option), cosines)
+    form, number = loss._passed[option]
+    if held is not None:
+        parameter = getattr(loss, held)
+        if not host_may_read(parameter):
+            return
+        trained = parameter.item()
+        if not math.isclose(trained, loss._number_in(held, option), rel_tol=0.01, abs_tol=1e-6):
+            form = held
+            number = trained
+    warn_of_form(form, number, cosines)
