@@ -91,22 +91,18 @@ class FurtherRelation:
         negatives: Tensor | None,  # (K,) or (N, K) int64
     ):
         share = sim.share
-        first = (0, 0) if share is None else (share.processes.first(0), share.processes.first(1))
-        if share is not None:
-            if ids[0] is None and negatives is not None:  # numbers of this process's images
-                among_all = numbered(negatives, sim.shape[0], first[0])
-                negatives = among_all.masked_fill(negatives == NO_ID, NO_ID)
-            ids = sim.own_ids
         self.matches: Tensor | None = None
         if related is not None and related.matches is not None:
             self.matches = related.matches.detach()
-            sizes = len(self.matches), sim.T.shape[0]
-            of_images, of_texts = [
-                torch.arange(start, start + size, device=sim.device)
-                for start, size in zip(first, sizes, strict=True)
-            ]
+        if share is not None:
+            if ids[0] is None and negatives is not None:  # numbers of this process's images
+                among_all = numbered(negatives, sim.shape[0], share.processes.first(0))
+                negatives = among_all.masked_fill(negatives == NO_ID, NO_ID)
+            ids = sim.own_ids
+        elif self.matches is not None:
+            of_images, of_texts = [torch.arange(n, device=sim.device) for n in sim.pairs.shape]
             ids = of_images, of_texts
-        if share is None and related is not None and related.targets is not None:
+        elif related is not None and related.targets is not None:
             ids = sim.pairs.ids
         self.share = share
         self.ids = ids
@@ -129,14 +125,15 @@ class FurtherRelation:
             zeros = torch.zeros(size, dtype=torch.int64, device=device)
             return (zeros, torch.ones(len(negatives), dtype=torch.int64, device=device)), None
         labels = self._labels(side, size, device)
-        own = labels[:, 0] if labels.shape[1] == 1 else labels
         matches = self.matches
         if side == 0 or matches is None:
-            return (own, self.negatives), None
+            return (labels, self.negatives), None
         table = self._of_all(matches if matches.is_floating_point() else matches.float())
         numbers = self._of_all(self.negatives)
         exist = (numbers >= 0) & (numbers < len(table))
-        found = table[numbers.clamp(0, len(table) - 1)][:, own].masked_fill(~exist[:, None], 0.0)
+        found = table[numbers.clamp(0, len(table) - 1)][:, labels[:, 0]].masked_fill(
+            ~exist[:, None], 0.0
+        )
         found = found.masked_fill((numbers == NO_ID)[:, None], torch.nan)
         return (None, None), Related(matches=found.T)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import functional
 from ..anchors import Anchors
-from ..checks import IdsLike, Names, are_strings, as_number, option
+from ..checks import IMAGES_AND_TEXTS, IdsLike, Names, are_strings, as_number, option
 from ..engine.related import PassedIds
 from ..engine.vectors import compute_dtype
 from ..functional import Values
@@ -35,10 +35,7 @@ from .other_model import as_tensors, check_kind, similarity_of, zero_or_nan
 from .temperature import TemperatureLoss
 
 ROUNDING = 32.0  # units in the last place by which two products of the same vectors may differ
-_OF_IMAGES = Names("images", "images", "image_ids", "image_ids")
-_OF_TEXTS = Names("texts", "texts", "text_ids", "text_ids")
 _OF_NEGATIVES = Names("images", "negatives", "image_ids", "negative_ids")
-_OF_TEXTS_AND_NEGATIVES = Names("texts", "negatives", "text_ids", "negative_ids")
 _OF_GUIDE_AND_NEGATIVES = Names("guide[0]", "guide[2]", "image_ids", "negative_ids")
 
 
@@ -52,7 +49,7 @@ class Part(NamedTuple):
     limited: bool = True  # whether the margin leaves some of them out
     for_partners: bool = False  # whether the anchors' positives have them in theirs, too
 
-    def logs(self, scale: float | Tensor, limits: dict[int, Tensor]) -> tuple[Tensor, ...]:
+    def logs(self, scale: float | Tensor, limits: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the log-sum-exps of each side's anchors, about ``LEAST_LOG`` for none."""
         anchors, *guides = self.scores
         limit: Tensor | None = None
@@ -269,35 +266,41 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         """Raise an error for options that do not go together, or with the input; return what has
         to be the same in all processes where there is nothing further.
         """
-        if self.joint and self.directions != "both":
-            expected = "expected False, or directions='both', whose denominators it adds up"
-            raise ValueError(f"joint: {expected}, got directions={self.directions!r}")
-        if not self.in_batch:
-            self._check_without_batch(further.negatives is not None)
-        if self.relative and self.margin is None:
-            raise ValueError("relative: expected a margin with relative=True, got None")
-        if self.text_text == "unfiltered" and self.margin is None:
-            raise ValueError("text_text: expected a margin with text_text='unfiltered', got None")
-        related = passed.related
-        has_labels = related is not None and related.one_set
-        if has_labels and (self.image_image or self.text_text or self.joint):
-            expected = "expected False with labels, where all items are candidates"
-            raise ValueError(f"image_image, text_text, joint: {expected}")
-        has_targets = related is not None and related.targets is not None
-        if has_targets and (self.joint or further.negative_ids is not None):
-            expected = "expected False and None with targets, which number texts"
-            raise ValueError(f"joint, negative_ids: {expected}")
+        directions = self.directions
+        among = self.image_image or self.text_text
+        has_labels = passed.related is not None and passed.related.one_set
+        has_targets = passed.related is not None and passed.related.targets is not None
+        # what does not go together, and what was expected in its place
+        refused = {
+            f"joint: expected False, or directions='both', got directions={directions!r}": (
+                self.joint and directions != "both"
+            ),
+            f"in_batch: expected True, or directions='image-text', got {directions!r}": (
+                not self.in_batch and directions != "image-text"
+            ),
+            "in_batch: expected True with image_image, text_text and joint": (
+                not self.in_batch and (among or self.joint)
+            ),
+            "in_batch: expected True, or negatives of the images, got none": (
+                not self.in_batch and further.negatives is None
+            ),
+            "relative: expected a margin with relative=True, got None": (
+                self.relative and self.margin is None
+            ),
+            "text_text: expected a margin with text_text='unfiltered', got None": (
+                self.text_text == "unfiltered" and self.margin is None
+            ),
+            "image_image, text_text, joint: expected False with labels": (
+                has_labels and (among or self.joint)
+            ),
+            "joint, negative_ids: expected False and None with targets, which number texts": (
+                has_targets and (self.joint or further.negative_ids is not None)
+            ),
+        }
+        for message, is_wrong in refused.items():
+            if is_wrong:
+                raise ValueError(message)
         return "without negatives, guide False"
-
-    def _check_without_batch(self, has_negatives: bool) -> None:
-        """Raise an error for options that ``in_batch=False`` does not go with."""
-        if self.directions != "image-text":
-            expected = "expected True, or directions='image-text', as negatives are of images"
-            raise ValueError(f"in_batch: {expected}, got directions={self.directions!r}")
-        if self.image_image or self.text_text or self.joint:
-            raise ValueError("in_batch: expected True with image_image, text_text and joint")
-        if not has_negatives:
-            raise ValueError("in_batch: expected True, or negatives of the images, got none")
 
     def _check_further(self, passed: Passed, further: Further) -> None:
         """Raise an error for options and further input that do not go together."""
@@ -379,15 +382,14 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             scores = negatives.to(compute_dtype(negatives))
         else:
             related = relation.with_negatives(0, len(images), negatives)
-            return self._compared(images, negatives, related, _OF_NEGATIVES, normalize)
+            return self._compared(images, negatives, related, normalize)
         return OwnNegatives(scores, relation.exist(scores), sim.sizes[0])
 
     def _among(self, side: int, model: Model, relation: FurtherRelation) -> Anchors:
         """Return the images of a model (``side`` 0), or its texts, with one another."""
         own = model.texts if side else model.images
         assert own is not None
-        names = (_OF_IMAGES, _OF_TEXTS)[side]
-        return self._compared(own, own, relation.among(side), names, model.normalize)
+        return self._compared(own, own, relation.among(side), model.normalize)
 
     def _texts(self, model: Model, relation: FurtherRelation) -> Anchors:
         """Return the texts of a model with one another and with negatives of all images."""
@@ -396,15 +398,15 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         if texts is None or negatives is None or negatives.dim() == 3:
             return among
         related = relation.with_negatives(1, len(texts), negatives)
-        names = _OF_TEXTS_AND_NEGATIVES
-        return Anchors.pooled(among, self._compared(texts, negatives, related, names, normalize))
+        return Anchors.pooled(among, self._compared(texts, negatives, related, normalize))
 
     def _compared(
-        self, rows: Tensor, cols: Tensor, relation: Relation, names: Names, normalize: bool
+        self, rows: Tensor, cols: Tensor, relation: Relation, normalize: bool
     ) -> Similarity:
-        """Return the similarity of candidates outside the batch."""
+        """Return the similarity of candidates outside the batch, which were checked before."""
         ids, related = relation
-        return self._between((rows, cols), ids, names, normalize=normalize, related=related)
+        options = {"normalize": normalize, "related": related}
+        return self._between((rows, cols), ids, IMAGES_AND_TEXTS, **options)
 
     # -------------------------------------------------------------------------------------- formula
 
@@ -430,22 +432,22 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         if self.label_smoothing:
             expected = "expected 0 with joint, a margin or candidates outside the batch"
             raise ValueError(f"label_smoothing: {expected}, got {self.label_smoothing}")
-        scores = [anchors]
-        if guide is not None:
-            scores.append(self.anchors(guide.sim))
         parts = [*further]
         if self.in_batch:
             sides = sim.sides(self.directions)
+            scores = [anchors]
+            if guide is not None:
+                scores.append(self.anchors(guide.sim))
             parts.append(Part(sides, scores, hardness, for_partners=bool(self.joint)))
-        limits: dict[int, Tensor] = {}
+        limits: Sequence[Tensor] = ()
         if self.margin is not None:
-            limits = self._limits(parts, scores[-1], sim, guide)
+            limits = self._limits(sim, guide)
         scale = 1 / temperature
         if isinstance(scale, Tensor):
             scale = scale.reshape(1)
         if self.joint:  # one value for an image
             anchors = sim.towards("image-text")
-        values = self._values(sim, anchors, scale, parts, limits)
+        values = self._values(sim, scale, parts, limits)
         valid: Tensor | None = None
         if not self.in_batch or anchors.valid() is not None:
             valid = self._valid(sim, parts)
@@ -455,22 +457,14 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         """Return the sides whose anchors have values."""
         return (0,) if self.joint else sim.sides(self.directions)
 
-    def _limits(
-        self,
-        parts: Sequence[Part],
-        judges: Anchors,  # the loss's anchors, or the guide's
-        sim: Similarity,
-        guide: Guide | None,
-    ) -> dict[int, Tensor]:
-        """Return the scores below which the negatives of images (0), and of texts (1), count.
+    def _limits(self, sim: Similarity, guide: Guide | None) -> Sequence[Tensor]:
+        """Return the scores below which the negatives of images, and of texts, count.
 
         A positive's score and that of a copy of it among the negatives come from different
         products, which round differently. So what lies within rounding of a limit is left out.
         """
         assert self.margin is not None
-        sides = sorted({side for part in parts for side in part.sides})
-        if len(sides) > len(sim.sides(self.directions)):
-            judges = sim.both if guide is None else guide.sim.both
+        judges = sim.both if guide is None else guide.sim.both
         with torch.no_grad():
             own = judges.mean_of_positives(identity)
         margin = self.margin * own.abs() if self.relative else self.margin
@@ -478,25 +472,20 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         limits = own + margin - rounding * own.abs().clamp_min(1.0)
         if guide is not None:
             limits = limits + guide.zero_or_nan
-        return dict(zip(sides, judges.split(limits), strict=True))
+        return judges.split(limits)
 
     def _values(
         self,
         sim: Similarity,
-        anchors: Anchors,  # whose values are returned
         scale: float | Tensor,
         parts: Sequence[Part],
-        limits: dict[int, Tensor],
+        limits: Sequence[Tensor],
     ) -> Tensor:
         """Return the (A,) means of ``-log p`` over the positives of anchors.
 
         A joint denominator has a pair's own exponential twice, unless it is to have it once.
         """
         own, of_partners = by_side(parts, [part.logs(scale, limits) for part in parts])
-        sides = self._sides(sim)
-        if not any(of_partners[side] for side in sides):
-            shift = torch.cat([total_log(own[side]) for side in sides])
-            return anchors.mean_of_positives(softplus, scale=-scale, shift=shift)
         twice = math.log(2) if self.joint is True else 0.0
 
         def loss_of_pairs(scores: Tensor, of_own: Tensor, of_partner: Tensor) -> Tensor:
@@ -505,14 +494,14 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             return F.softplus(log - scale * scores, threshold=40) + twice
 
         values: list[Tensor] = []
-        for side in sides:
+        for side in self._sides(sim):
             view = sim.T if side else sim
             log = total_log(own[side])
             if of_partners[side]:
                 of_pairs = view.mean_of_pairs(loss_of_pairs, log, total_log(of_partners[side]))
-                values.append(of_pairs)
             else:
-                values.append(view.mean_of_positives(softplus, scale=-scale, shift=log))
+                of_pairs = view.mean_of_positives(softplus, scale=-scale, shift=log)
+            values.append(of_pairs)
         return torch.cat(values)
 
     def _valid(self, sim: Similarity, parts: Sequence[Part]) -> Tensor:
