@@ -274,7 +274,7 @@ WRONG = {
     "code_base: expected 'vsepp'": lambda: compat.adapt(NCE, "vse"),
     "score_function: expected one": lambda: compat.adapt(NCE, "scan"),
     "score_function: expected a function": lambda: compat.adapt(NCE, "scan", "t2i"),
-    "score_function: expected None, as 'chan'": lambda: compat.adapt(NCE, "chan", xattn_score),
+    "score_function: expected None for 'chan'": lambda: compat.adapt(NCE, "chan", xattn_score),
     "opt: expected None for 'chan'": lambda: compat.adapt(NCE, "chan", opt=Namespace()),
     "loss: expected one of images and texts alone": lambda: compat.adapt(
         itrloss.DistillationLoss(), "vsepp"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 from .. import functional
 from ..checks import IdsLike, WholeState, as_ids, one_of
 from ..losses import MemoryLoss
-from ..losses.matryoshka import check_scalar, inner_loss
+from ..losses.matryoshka import argument_names, check_scalar, inner_loss
 from ..memory import CoupledMemory, empty_memory
-from .arguments import as_sets, members_of, required, zero_of
+from .arguments import as_sets, required, zero_of
 from .regularizers import Parts, Regularizers
 
 
@@ -27,11 +26,18 @@ class AdaptedLoss(WholeState):
         code_base: str,
         score_function: Callable[..., Tensor] | None = None,
     ):
+        if score_function is not None and not callable(score_function):
+            raise TypeError(
+                f"score_function: expected a function of images and texts, got {score_function!r}"
+            )
         super().__init__()
         self.loss: Any = loss  # which has further attributes
         self.code_base = code_base
         self.score_function = score_function
-        self._mining: dict[nn.Module, Any] = {}  # of losses that have all negatives now
+        self._hardest: dict[Any, Any] = {}  # the mining that max_violation_on() sets
+        for part in self.loss.modules():
+            if hasattr(part, "mining"):
+                self._hardest[part] = "hardest" if part.mining == "all" else part.mining
 
     @property
     def margin(self) -> float:
@@ -53,20 +59,17 @@ class AdaptedLoss(WholeState):
     @property
     def max_violation(self) -> bool:
         """Whether only the hardest negatives count."""
-        return any(getattr(part, "mining", "all") != "all" for part in self.loss.modules())
+        return any(part.mining != "all" for part in self._hardest)
 
     @max_violation.setter
     def max_violation(self, on: bool) -> None:
         """Set ``mining`` of the losses that have it to "all", or back to what it was."""
-        for part in self.loss.modules():
-            if not hasattr(part, "mining"):
-                continue
+        for part, hardest in self._hardest.items():
             if not on:
                 functional.check_mining("all", getattr(part, "temperature", None))
-                self._mining.setdefault(part, part.mining)
                 part.mining = "all"
             elif part.mining == "all":
-                part.mining = self._mining.pop(part, "hardest")
+                part.mining = hardest
 
     def max_violation_on(self) -> None:
         """Count each anchor's hardest negative alone."""
@@ -190,12 +193,19 @@ class SetsCriterion(AdaptedLoss):
     ):
         super().__init__(loss, code_base, score_function)
         self.regularizers = Regularizers(opt, code_base, reduction)
+        self.set_options: dict[str, Any] = {}  # of the score of two sets without a function
 
     def _scores(self, img: Tensor, txt: Tensor) -> Tensor:
         """Return the (N, M) scores of sets."""
         if self.score_function is not None:
             return self.score_function(img, txt)
-        return functional.set_similarity(as_sets(img), as_sets(txt), normalize=self.loss.normalize)
+        return functional.set_similarity(
+            as_sets(img), as_sets(txt), normalize=self.loss.normalize, **self.set_options
+        )
+
+    def _parts(self, scores: Tensor, **ids: Tensor) -> Parts:
+        """Return the parts of the loss without regularisers, by name."""
+        return {"ranking": self._value(scores=scores, **ids)}
 
 
 class PVSECriterion(SetsCriterion):
@@ -203,12 +213,8 @@ class PVSECriterion(SetsCriterion):
 
     def forward(self, img, txt, img_r=None, txt_r=None) -> tuple[Tensor, Parts]:
         """Return the loss of (B, K, D) sets, or (B, D) embeddings, and its parts."""
-        parts = {"ranking": self._ranking(self._scores(img, txt))}
+        parts = self._parts(self._scores(img, txt))
         return self.regularizers.total(parts, img, txt, img_r, txt_r)
-
-    def _ranking(self, scores: Tensor) -> Tensor:
-        """Return the loss of (B, B) scores."""
-        return self._value(scores=scores)
 
 
 class DivECriterion(SetsCriterion):
@@ -226,7 +232,8 @@ class DivECriterion(SetsCriterion):
             raise ValueError(f"txt_embs: expected as many texts for each of {n} images, got {m}")
         ids = torch.arange(n, device=img_embs.device)
         text_ids = ids.repeat_interleave(m // n)
-        parts = self._parts(self._scores(img_embs, txt_embs), ids, text_ids)
+        scores = self._scores(img_embs, txt_embs)
+        parts = self._parts(scores, image_ids=ids, text_ids=text_ids)
         total, parts = self.regularizers.total(parts, img_embs, txt_embs, img_r, txt_r)
         parts.pop("ranking_loss", None)  # which DivE's trainer does not know
         return total, parts
@@ -235,12 +242,7 @@ class DivECriterion(SetsCriterion):
         """Return the (N, M) scores of sets."""
         if self.score_function is None:
             return super()._scores(img, txt)
-        return self.score_function(members_of(img), members_of(txt))
-
-    def _parts(self, scores: Tensor, image_ids: Tensor, text_ids: Tensor) -> Parts:
-        """Return the parts of the loss without regularisers, by name."""
-        loss = self._value(scores=scores, image_ids=image_ids, text_ids=text_ids)
-        return {"ranking": loss}
+        return self.score_function(img.flatten(0, -2), txt.flatten(0, -2))
 
 
 _CRITERIA: Mapping[str, type[AdaptedLoss]] = {
@@ -299,21 +301,15 @@ def adapt(
     kind = _CRITERIA[code_base]
     gets_scores = issubclass(kind, ScoresCriterion)
     gets_sets = issubclass(kind, SetsCriterion)
-    if score_function is not None and not callable(score_function):
-        raise TypeError(
-            f"score_function: expected a function of images and texts, got {score_function!r}"
-        )
-    if score_function is not None and gets_scores:
-        raise ValueError(
-            f"score_function: expected None, as {code_base!r} passes scores, got {score_function!r}"
-        )
+    for name, x, has_use in (
+        ("score_function", score_function, not gets_scores),
+        ("opt", opt, gets_sets),
+    ):
+        if x is not None and not has_use:
+            raise ValueError(f"{name}: expected None for {code_base!r}, got {x!r}")
     if score_function is None and code_base == "scan":
         raise ValueError(
             "score_function: expected one, such as a partial of SCAN's xattn_score_t2i, got None"
-        )
-    if opt is not None and not gets_sets:
-        raise ValueError(
-            f"opt: expected None for {code_base!r}, which has no regularisers, got {opt!r}"
         )
     scored = score_function is not None or gets_sets or gets_scores
     if isinstance(loss, MemoryLoss):
@@ -323,7 +319,7 @@ def adapt(
         check_scalar(loss)
     else:
         inner_loss(loss)  # raises an error for losses of other inputs
-        if scored and "scores" not in inspect.signature(loss.forward).parameters:
+        if scored and "scores" not in argument_names(loss):
             expected = "one that takes scores, such as itrloss.InfoNCELoss()"
             raise ValueError(f"loss: expected {expected}, got {loss!r}")
     if issubclass(kind, SetsCriterion):

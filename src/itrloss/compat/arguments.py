@@ -53,16 +53,16 @@ def inner_products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def order_scores(x: Tensor, y: Tensor) -> Tensor:
-    """Return the (N, M) scores ``-|max(0, y - x)|`` of (N, D) and (M, D) order embeddings."""
-    check_embeddings(x, y, False, Names("im", "s", "", ""))
+    """Return the (N, M) scores ``-|max(0, y - x)|`` of (N, D) and (M, D) order embeddings, or the
+    best ones of their sets (N, K, D) and (M, L, D).
+    """
+    rows = x.flatten(0, -2)
+    cols = y.flatten(0, -2)
+    check_embeddings(rows, cols, False, Names("im", "s", "", ""))
     dtype = compute_dtype(x)
-    violations = (y.to(dtype) - x.to(dtype)[:, None]).clamp_min(0)  # (N, M, D)
-    return -torch.linalg.vector_norm(violations, dim=2)
-
-
-def members_of(sets: Tensor) -> Tensor:
-    """Return the members (N K, D) of sets (N, K, D)."""
-    return sets.reshape(-1, sets.shape[-1])
+    violations = (cols.to(dtype) - rows.to(dtype)[:, None]).clamp_min(0)  # (N K, M L, D)
+    scores = -torch.linalg.vector_norm(violations, dim=2)
+    return scores.unflatten(1, (len(y), -1)).unflatten(0, (len(x), -1)).amax((1, 3))
 
 
 def as_sets(x: Tensor) -> Tensor:

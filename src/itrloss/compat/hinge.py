@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from .. import functional
 from ..checks import IdsLike, as_ids, one_of
 from ..losses import TripletLoss
 from .adapter import (
@@ -18,7 +17,7 @@ from .adapter import (
     ScoresCriterion,
     VSECriterion,
 )
-from .arguments import as_sets, members_of, order_scores, setting
+from .arguments import order_scores, setting
 from .regularizers import Parts
 
 
@@ -63,10 +62,6 @@ class SCANLoss(SCANCriterion):
     def __init__(
         self, score_function: Callable[..., Tensor], margin: float = 0, max_violation: bool = False
     ):
-        if not callable(score_function):
-            raise TypeError(
-                f"score_function: expected a function of (im, s, s_l), got {score_function!r}"
-            )
         super().__init__(hinges(margin, max_violation), "scan", score_function)
 
 
@@ -121,25 +116,19 @@ class PVSELoss(PVSECriterion):
 
     def __init__(self, opt: object, reduction: Literal["mean", "sum"] = "mean"):
         loss = hinges(setting(opt, "margin", 1.0), setting(opt, "max_violation", False))
-        scores = _best_order_scores if setting(opt, "order", False) else None
+        scores = order_scores if setting(opt, "order", False) else None
         super().__init__(loss, "pvse", scores, opt, reduction)
         self.is_mean = reduction == "mean"
 
-    def _ranking(self, scores: Tensor) -> Tensor:
+    def _parts(self, scores: Tensor, **ids: Tensor) -> Parts:
         """Return the sum of the hinges, or their mean."""
-        loss = super()._ranking(scores)
-        if not self.is_mean:
-            return loss
-        n = len(scores)
-        # This also counts the n pairs themselves, whose hinges are 0.
-        return loss / (n if self.max_violation else n * n)
-
-
-def _best_order_scores(img: Tensor, txt: Tensor) -> Tensor:
-    """Return the (B, B) best scores of (B, K, D) sets of order embeddings."""
-    n = len(img)
-    scores = order_scores(members_of(img), members_of(txt))
-    return scores.view(n, -1, n, scores.shape[1] // n).amax((1, 3))
+        parts = super()._parts(scores)
+        if self.is_mean:
+            # This also counts the pairs themselves, whose hinges are 0.
+            parts["ranking"] = parts["ranking"] / (
+                len(scores) if self.max_violation else scores.numel()
+            )
+        return parts
 
 
 class DivELoss(DivECriterion):
@@ -176,25 +165,13 @@ class DivELoss(DivECriterion):
             if (denominator, setting(opt, "temperature_txt_scale", 1)) != (2, 1):
                 expected = "a function for this denominator or text temperature"
                 raise ValueError(f"similarity_fn: expected {expected}, got None")
-            self.alpha = setting(opt, "temperature")
+            alpha = setting(opt, "temperature")
+            self.set_options = {"aggregation": "smooth_chamfer", "alpha": alpha}
 
-    def _scores(self, img: Tensor, txt: Tensor) -> Tensor:
-        """Return the (N, M) scores of sets."""
-        if self.score_function is not None:
-            return super()._scores(img, txt)
-        return functional.set_similarity(
-            as_sets(img),
-            as_sets(txt),
-            aggregation="smooth_chamfer",
-            alpha=self.alpha,
-            normalize=False,
-        )
-
-    def _parts(self, scores: Tensor, image_ids: Tensor, text_ids: Tensor) -> Parts:
+    def _parts(self, scores: Tensor, **ids: Tensor) -> Parts:
         """Return the means of the hinges of the texts and of the images."""
         n, m = scores.shape
-        # (N,) and (M,)
-        of_images, of_texts = self.loss(scores=scores, image_ids=image_ids, text_ids=text_ids)
+        of_images, of_texts = self.loss(scores=scores, **ids)  # (N,) and (M,)
         i2t = of_images.sum() / m
         t2i = of_texts.sum() / m
         if not self.max_violation:
