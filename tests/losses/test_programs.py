@@ -47,7 +47,7 @@ def test_the_same_batch_gives_the_same_bits(name):
     batch = subject.batch(40, 50).to(torch.float32)
     loss = subject.fresh(torch.float32)
     first = subject.result(batch, loss)
-    same(subject.result(batch, loss), first, 0, 0)
+    same(subject.result(batch, loss), first, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", LOSSES)

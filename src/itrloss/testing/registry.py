@@ -74,7 +74,7 @@ def same_after(
         dtype: of the loss and of the batch. In float32 results may differ by 1e-3.
         size: arguments of :meth:`Subject.batch`.
     """
-    tolerance = (1e-7, 1e-9) if dtype == torch.float64 else (1e-3, 1e-5)
+    rtol = 1e-7 if dtype == torch.float64 else 1e-3
 
     def register(transformation: Callable[[Trial], Results]) -> CheckFunction:
         """Register a check; return it."""
@@ -87,7 +87,7 @@ def same_after(
             batch = subject.batch(**size).to(dtype).leaves()
             expected = Trial(subject, copy.deepcopy(loss), batch).result()
             for result in transformation(Trial(subject, loss, batch)):
-                same(result, expected, *tolerance)
+                same(result, expected, rtol=rtol, atol=rtol / 100)
 
         return check(*needs)(run)
 

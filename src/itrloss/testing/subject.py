@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -101,11 +101,10 @@ class Subject:
         loss = copy.deepcopy(self.loss)
         held: dict[str, Tensor] = {}
         if isinstance(loss, nn.Module):
-            loss = loss.to(dtype)
-            held = dict([*loss.named_parameters(), *loss.named_buffers()])
+            held = loss.to(dtype).state_dict()
         for name, option in options.items():
-            if name in held:  # which a module replaces by no number
-                held[name].data.fill_(option)
+            if name in held:  # a parameter or a buffer, which a module replaces by no number
+                held[name].fill_(option)
             else:
                 setattr(loss, name, option)
         return loss
@@ -127,12 +126,17 @@ class Subject:
             ids = [torch.randint(classes, (size,), generator=generator) for size in (n, m)]
         normal = partial(torch.randn, generator=generator, dtype=torch.float64)
         centres = normal(classes, d)
-        sides = [centres[x] + normal(len(x), d) for x in ids]
-        if self.normalizes:
-            images, texts = (x * _lengths(x, generator) for x in sides)
-        else:
-            images, texts = (nn.functional.normalize(x, dim=1) for x in sides)
-        return Batch(images, texts, *ids)
+        images, texts = (centres[x] + normal(len(x), d) for x in ids)
+        batch = Batch(images, texts, *ids)
+        if not self.normalizes:
+            return batch.map(nn.functional.normalize)
+
+        def scaled(x: Tensor) -> Tensor:
+            """Return embeddings with lengths of about 0.5 to 2."""
+            uniform = torch.rand(len(x), 1, generator=generator, dtype=x.dtype)
+            return x * (0.5 + 1.5 * uniform) / math.sqrt(d)
+
+        return batch.map(scaled)
 
     def output(self, batch: Batch, loss: Loss) -> object:
         """Return what a loss returns for a batch."""
@@ -151,12 +155,6 @@ class Subject:
             loss = self.fresh(torch.promote_types(batch.images.dtype, torch.float32))
         leaves = batch.leaves()
         return result_of(self.value(leaves, loss), leaves, loss)
-
-
-def _lengths(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Return (N, 1) factors that give normally distributed (N, D) rows lengths of 0.5 to 2."""
-    uniform = torch.rand(len(x), 1, generator=generator, dtype=torch.float64)
-    return (0.5 + 1.5 * uniform) / math.sqrt(x.shape[1])
 
 
 def tensors(output: object) -> list[Tensor]:
@@ -189,19 +187,5 @@ def result_of(value: Tensor, leaves: Batch, loss: Loss, keep: bool = False) -> R
     return result
 
 
-def same(
-    got: Mapping[str, object],
-    expected: Mapping[str, object],
-    rtol: float = 1e-7,
-    atol: float = 1e-9,
-) -> None:
-    """Raise an AssertionError that names what differs, unless all is equal up to rounding."""
-    for name, x in expected.items():
-        torch.testing.assert_close(
-            got[name],
-            x,
-            rtol=rtol,
-            atol=atol,
-            check_dtype=False,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+#: Raise an AssertionError that names what differs, unless all is equal up to rounding.
+same = partial(torch.testing.assert_close, rtol=1e-7, atol=1e-9, check_dtype=False)
