@@ -321,10 +321,14 @@ def test_the_loss_is_left_as_it_was():
 @pytest.mark.parametrize(
     ("error", "message", "options"),
     [
-        (ValueError, "only: expected names of checks, got 'gradchek'", {"only": ["gradchek"]}),
         (
             ValueError,
-            "expected_failures: expected names of checks, got 'x'",
+            "only: expected 'result_is_a_number', .*, got 'gradchek'; did you mean 'gradcheck'",
+            {"only": ["gradchek"]},
+        ),
+        (
+            ValueError,
+            "expected_failures: expected 'result_is_a_number', .*, got 'x'",
             {"expected_failures": {"x": ""}},
         ),
         (ValueError, "processes: expected at least 1, got 0", {"processes": 0}),

@@ -10,7 +10,6 @@ import argparse
 import copy
 import importlib.util
 import inspect
-import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,24 +48,19 @@ EXACT = Place(torch.device("cpu"), "dense", torch.float64)
 
 
 def places() -> list[Place]:
-    """Return what this machine has."""
-    accelerator = current_accelerator()
-    found: list[Place] = []
-    for device in (torch.device("cpu"), accelerator):
-        for dtype in LARGEST:
-            if device is not None:
-                found += [Place(device, engine, dtype) for engine in engines(device, dtype)]
-    return found
-
-
-def engines(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Return the engines that a device has for a dtype."""
-    if device.type == "mps" and dtype == torch.float64:
-        return []
+    """Return the engines that this machine's devices have for each dtype."""
+    found = []
     has_triton = VERSION >= (2, 8) and importlib.util.find_spec("triton") is not None
-    if device.type == "cuda" and dtype != torch.float64 and has_triton:
-        return ["auto", "tiled", "triton"]
-    return ["auto", "tiled"]
+    for device in filter(None, (EXACT.device, current_accelerator())):
+        for dtype in LARGEST:
+            is_double = dtype == torch.float64
+            if device.type == "mps" and is_double:
+                continue
+            engines = ["auto", "tiled"]
+            if device.type == "cuda" and has_triton and not is_double:
+                engines.append("triton")
+            found += [Place(device, engine, dtype) for engine in engines]
+    return found
 
 
 def losses() -> Iterator[nn.Module]:
@@ -87,34 +81,29 @@ def batch(images: int) -> dict[str, Any]:
     texts = 2 * images
     entries = 4 * images  # of the memory
 
-    def normal(*shape: int) -> Tensor:
-        """Return normally distributed numbers."""
-        return rounded(torch.randn(*shape, generator=generator))
+    def drawn(*shape: int) -> Tensor:
+        """Return multiples of 1/16 up to 2."""
+        return torch.randint(-32, 33, shape, generator=generator).double() / 16
 
-    topics = normal(texts // 4, DIM)
+    topics = drawn(texts // 4, DIM)
     image_ids = torch.arange(images) // 2
     text_ids = torch.arange(texts) // 4
     memory = itrloss.CoupledMemory(entries, DIM, dtype=torch.bfloat16)
-    memory.enqueue(normal(entries, DIM), normal(entries, DIM), torch.arange(entries) // 2)
+    memory.enqueue(drawn(entries, DIM), drawn(entries, DIM), torch.arange(entries) // 2)
     given = {
-        "images": rounded(topics[image_ids] + normal(images, DIM)),
-        "texts": rounded(topics[text_ids] + normal(texts, DIM)),
+        "images": topics[image_ids] + drawn(images, DIM),
+        "texts": topics[text_ids] + drawn(texts, DIM),
         "image_ids": image_ids,
         "text_ids": text_ids,
-        "image_keys": normal(images, DIM),
-        "text_keys": normal(texts, DIM),
+        "image_keys": drawn(images, DIM),
+        "text_keys": drawn(texts, DIM),
         "memory": memory,
-        "teacher": normal(images, texts) / 8,
-        "images_log_variance": normal(images, DIM) / 2 - 4,
-        "texts_log_variance": normal(texts, DIM) / 2 - 4,
-        "image_sets": normal(images, 4, DIM),
+        "teacher": drawn(images, texts) / 8,
+        "images_log_variance": drawn(images, DIM) / 2 - 4,
+        "texts_log_variance": drawn(texts, DIM) / 2 - 4,
+        "image_sets": drawn(images, 4, DIM),
     }
     return {**given, "images_mean": given["images"], "texts_mean": given["texts"]}
-
-
-def rounded(x: Tensor) -> Tensor:
-    """Return numbers as bfloat16 has them, in float64."""
-    return x.bfloat16().double()
 
 
 def computed(loss: nn.Module, given: Mapping[str, Any], place: Place) -> dict[str, Tensor]:
@@ -154,10 +143,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ).parse_args(arguments)
     start = time.perf_counter()
     found = places()
-    kinds = ", ".join(sorted({name_of(place.device) for place in found}))
-    print(f"itrloss {itrloss.__version__}, PyTorch {torch.__version__}, {kinds}")
-    for number, place in enumerate(found):
-        print(f"  {number + 1} {place}, errors up to {LARGEST[place.dtype]:.0e}")
+    print(f"itrloss {itrloss.__version__}, PyTorch {torch.__version__}")
+    if torch.cuda.is_available():
+        print(torch.cuda.get_device_name())
+    for number, place in enumerate(found, 1):
+        print(f"  {number} {place}, errors up to {LARGEST[place.dtype]:.0e}")
     print(f"{'':32}" + "".join([f"{number + 1:>9}" for number in range(len(found))]))
     batches = [batch(size) for size in SIZES]
     wrong = 0
@@ -174,13 +164,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(row, flush=True)
     print(f"{wrong} errors are no rounding; {time.perf_counter() - start:.0f} s")
     return min(wrong, 1)
-
-
-def name_of(device: torch.device) -> str:
-    """Return a device's name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} ({platform.machine()})" if device.type == "cpu" else device.type
 
 
 if __name__ == "__main__":

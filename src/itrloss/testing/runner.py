@@ -14,7 +14,7 @@ from unittest import SkipTest, mock
 
 import torch
 
-from ..checks import as_size
+from ..checks import as_size, one_of
 from . import properties, transformations  # noqa: F401 — register the checks
 from .registry import CHECKS
 from .subject import Loss, Subject
@@ -162,11 +162,9 @@ def loss_checks(
     processes = as_size("processes", processes)
     expected = dict(expected_failures or {})
     chosen = CHECKS.keys() if only is None else set(only)
-    for argument, names in (("expected_failures", expected.keys()), ("only", chosen)):
-        unknown = sorted(names - CHECKS.keys())
-        if unknown:
-            got = ", ".join(map(repr, unknown))
-            raise ValueError(f"{argument}: expected names of checks, got {got}")
+    for argument, names in (("expected_failures", expected), ("only", chosen)):
+        for name in names:
+            one_of(argument, name, *CHECKS)
     subject = Subject(loss, call, ids, normalizes, processes, reference)
     return [LossCheck(name, subject, expected.get(name)) for name in CHECKS if name in chosen]
 
