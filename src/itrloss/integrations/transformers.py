@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast, get_args
 
@@ -104,21 +104,13 @@ class RetrievalTrainer(SavesLosses, Trainer):  # type: ignore[override]
         self.can_return_loss = True  # evaluation has a loss without labels, too
         # a mean of the batch, which gradient accumulation has to divide
         self.model_accepts_loss_kwargs = False
-        if mini_batch_size is not None:
-            self._check_backward()
-
-    def _check_backward(self) -> None:
-        """Raise an error where the backward pass of mini-batches is not PyTorch's own."""
-        others = {
-            "DeepSpeed": self.is_deepspeed_enabled,
-            "the optimizer LOMO": self.args.optim in ("lomo", "adalomo"),  # steps in the backward
-        }
-        for name, is_used in others.items():
-            if is_used:
-                raise ValueError(
-                    "mini_batch_size: expected None for a backward pass that is not PyTorch's own, "
-                    f"got {self.mini_batch_size} with {name}"
-                )
+        # LOMO makes its steps in the backward pass
+        has_own_backward = self.is_deepspeed_enabled or "lomo" in self.args.optim
+        if mini_batch_size is not None and has_own_backward:
+            raise ValueError(
+                "mini_batch_size: expected None with DeepSpeed or the optimizer LOMO, whose "
+                f"backward passes are their own, got {mini_batch_size}"
+            )
 
     def _set_signature_columns_if_needed(self) -> None:
         """Also keep the columns that the loss takes, which are no arguments of the model."""
@@ -148,18 +140,28 @@ class RetrievalTrainer(SavesLosses, Trainer):  # type: ignore[override]
             for name, of_model in _SHARED.items()
             if isinstance(getattr(model, of_model, None), nn.Parameter)
         }
+        unused = dict(of_model)
         # by name, such as log_scale, or first.log_scale of a loss in another
         own = dict(inner.named_parameters(remove_duplicate=False))
-        missing = {name: p for name, p in own.items() if _last(name) not in of_model}
-        if missing:
-            raise _lacks(model, self.loss, missing)
+        for name, p in own.items():
+            last = name.rpartition(".")[2]
+            if last not in of_model:
+                needed = _SHARED.get(last, name)
+                model_name = type(model).__name__
+                raise ValueError(
+                    f"loss: expected parameters that {model_name} has, as the trainer trains the "
+                    f"model's alone, got {self.loss!r}, and {model_name} has no {needed}. Take a "
+                    "loss without parameters, such as one with learnable=False; or put a scale or "
+                    f"bias into the model before, such as model.{needed} = torch.nn.Parameter("
+                    f"torch.tensor({round(p.sum().item(), 4)})), in several processes with "
+                    "ddp_find_unused_parameters=False in the arguments"
+                )
         for name in own:
-            part = inner.get_submodule(name.rpartition(".")[0])
-            setattr(part, _last(name), of_model[_last(name)])
-        shared = {_last(name) for name in own}
-        for name, p in of_model.items():
-            if name not in shared:
-                p.requires_grad_(False)  # DistributedDataParallel may wait for its gradient
+            path, _, last = name.rpartition(".")
+            setattr(inner.get_submodule(path), last, of_model[last])
+            unused.pop(last, None)
+        for p in unused.values():
+            p.requires_grad_(False)  # DistributedDataParallel may wait for its gradient
 
     def _own_states(self) -> dict[str, State]:
         """Return the loss's state without its parameters, which are the model's."""
@@ -225,47 +227,38 @@ class RetrievalTrainer(SavesLosses, Trainer):  # type: ignore[override]
 
     def _calls(self, inputs: Mapping[str, object]) -> list[dict[str, object]]:
         """Return the arguments of the model's calls for a batch: one call, or one for each side."""
-        of_loss = {"labels", "return_loss", *self._passed_on()}
-        others = {name: x for name, x in inputs.items() if name not in of_loss}
-        if self.sides is None:
-            self._check_names(others)
-            return [others]
-        left = [name for name in others if not name.startswith(self.sides)]
-        if left:
-            raise ValueError(
-                f"sides: expected each name of the batch to begin with one of {self.sides}, got "
-                f"{', '.join(left)}; what goes to the loss has these names: labels, "
-                f"{', '.join(self._passed_on())}"
-            )
-        return [
-            {name[len(side) :]: x for name, x in others.items() if name.startswith(side)}
-            for side in self.sides
-        ]
-
-    def _check_names(self, call: Mapping[str, object]) -> None:
-        """Raise an error for names of a batch that the model does not take."""
+        of_loss = ["labels", *self._passed_on()]
+        others = {name: x for name, x in inputs.items() if name not in (*of_loss, "return_loss")}
         model = cast(nn.Module, self.model)
-        unknown = [name for name in call if name not in argument_names(model)]
-        if unknown and not _takes_any(model):
+        if self.sides is None:
+            calls = [others]
+            unknown = _unknown(model, others)
+        else:
+            calls = [
+                {name[len(side) :]: x for name, x in others.items() if name.startswith(side)}
+                for side in self.sides
+            ]
+            unknown = [name for name in others if not name.startswith(self.sides)]
+        if unknown:
             raise ValueError(
-                f"inputs: expected a batch with names that {type(model).__name__} or the loss "
-                f"takes (labels, {', '.join(self._passed_on())}), got {', '.join(unknown)}"
+                f"inputs: expected a batch with names that {type(model).__name__}, with sides "
+                f"{self.sides}, or the loss takes ({', '.join(of_loss)}), got {', '.join(unknown)}"
             )
+        return calls
 
     def _embeddings(self, outputs: object) -> tuple[Tensor, ...]:
         """Return the embeddings in the model's outputs: of images and texts, or of one side."""
-        fields = outputs if isinstance(outputs, dict) else {}
         names = ["image_embeds", "text_embeds"]
         if self.sides is not None:
             if callable(self.output):
                 return (self.output(outputs),)
             names = [self.output]
-        found = [fields[name] for name in names if isinstance(fields.get(name), Tensor)]
+        fields = outputs if isinstance(outputs, dict) else {}
+        found = tuple(fields[name] for name in names if isinstance(fields.get(name), Tensor))
         if len(found) < len(names):
             got = ", ".join(fields) or type(outputs).__name__
-            like = ", as CLIPModel's" if self.sides is None else ""
-            raise TypeError(f"model: expected outputs with {' and '.join(names)}{like}, got {got}")
-        return tuple(found)
+            raise TypeError(f"model: expected outputs with {' and '.join(names)}, got {got}")
+        return found
 
     def _loss(
         self, embeddings: Sequence[tuple[Tensor, ...]], inputs: Mapping[str, object]
@@ -275,7 +268,7 @@ class RetrievalTrainer(SavesLosses, Trainer):  # type: ignore[override]
         options = {name: inputs[name] for name in self._passed_on() if name in inputs}
         ids = ids_of(inputs.get("labels"), images)
         if ids is not None:
-            if "image_ids" in options or "text_ids" in options:
+            if {"image_ids", "text_ids"} & options.keys():
                 expected = "either labels or image_ids and text_ids"
                 raise ValueError(f"labels: expected {expected} in a batch, got both")
             options["image_ids"] = options["text_ids"] = ids
@@ -302,30 +295,13 @@ def _collated(rows: list[Any], names: list[str]) -> dict[str, object]:
     return default_data_collator(rows)
 
 
-def _takes_any(model: nn.Module) -> bool:
-    """Return whether a model takes arguments of any name; those of transformers declare theirs."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    return any(x.kind is x.VAR_KEYWORD and not get_args(x.annotation) for x in parameters)
-
-
-def _last(name: str) -> str:
-    """Return the last part of a parameter's name."""
-    return name.rpartition(".")[2]
-
-
-def _lacks(model: nn.Module, loss: nn.Module, own: dict[str, nn.Parameter]) -> ValueError:
-    """Return the error for a loss with parameters that a model does not have."""
-    model_name = type(model).__name__
-    name, parameter = next(iter(own.items()))
-    name = _SHARED.get(_last(name), name)
-    value = round(parameter.sum().item(), 4)
-    return ValueError(
-        f"loss: expected parameters that {model_name} has, as the trainer trains the model's "
-        f"alone, got {loss!r}, and {model_name} has no {name}. Take a loss without parameters, "
-        "such as one with learnable=False; or put a scale or bias into the model before, such as "
-        f"model.{name} = torch.nn.Parameter(torch.tensor({value})), in several processes with "
-        "ddp_find_unused_parameters=False in the arguments"
-    )
+def _unknown(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the names of arguments that a model does not take."""
+    parameters = inspect.signature(model.forward).parameters
+    # of any name; those of transformers declare theirs
+    if any(x.kind is x.VAR_KEYWORD and not get_args(x.annotation) for x in parameters.values()):
+        return []
+    return [name for name in names if name not in parameters]
 
 
 def _checked_sides(sides: Sequence[str], loss: nn.Module) -> tuple[str, ...]:
