@@ -54,6 +54,12 @@ def start(work: Callable[..., Any], args: tuple, world: int) -> None:
     mp.start_processes(work, args, world, start_method="forkserver")
 
 
+def forkserver() -> Any:
+    """Return what starts processes without imports of the slow modules in each."""
+    preload()
+    return mp.get_context("forkserver")
+
+
 def set_environment(rank: int) -> None:
     """Set what ``torchrun`` would: accelerate looks for it, although the process group is there."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}

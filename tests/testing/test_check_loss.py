@@ -18,7 +18,7 @@ from support import (
 )
 from support.conforming import CALLS, LOSSES, conforming
 from support.losses_registry import REGISTRY
-from support.processes import start
+from support.processes import forkserver
 from support.versions import require
 
 import itrloss
@@ -139,7 +139,7 @@ def test_all_but_two_bugs_are_caught():
     ],
 )
 def test_the_bug_is_caught(name, monkeypatch):
-    monkeypatch.setattr("itrloss.testing.properties.spawn", start)
+    monkeypatch.setattr("itrloss.testing.properties.spawn", forkserver())
     make, caught_by, options = planted.BUGS[name]
     if caught_by.startswith("compiled"):
         require("torch.compile", 2, 8)

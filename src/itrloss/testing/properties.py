@@ -6,19 +6,18 @@ A docstring says what a loss has to do, and why; the page Testing shows it.
 from __future__ import annotations
 
 import copy
-import os
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
 from ..torch_versions import untyped_storage
 from .registry import check
@@ -423,20 +422,20 @@ def memory_grows_linearly(subject: Subject) -> None:
     assert saved < 2 * n * n, f"autograd saves {saved:,} bytes for {n} pairs, with {n * n:,} scores"
 
 
-def _process(rank: int, subject: Subject, batch: Batch, world: int, folder: str) -> None:
-    """Store the result of one process of several in a folder."""
+spawn = get_context("spawn")
+
+
+def _process(rank: int, subject: Subject, batch: Batch, folder: str) -> Result:
+    """Return the result of one process of several, which meet in a folder."""
     torch.set_num_threads(1)
     where = f"file://{folder}/store"
+    world = subject.processes
     dist.init_process_group("gloo", where, timedelta(seconds=60), rank=rank, world_size=world)
-    size = len(batch.images) // world
-    own = slice(rank * size, (rank + 1) * size)
+    own = torch.arange(len(batch.images)).chunk(world)[rank]
     result = subject.result(batch.take(own, own), subject.fresh(gather=True))
-    torch.save(result, Path(folder, f"{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()
-    # Without Python's shutdown: a last tensor that a thread of the group drops during it aborts the
-    # process, rarely and on busy machines (pytorch/pytorch#179291).
-    os._exit(0)
+    return result
 
 
 @check("processes", "gather")
@@ -450,13 +449,9 @@ def several_processes(subject: Subject) -> None:
     subject = replace(subject, reference=None)  # not used here, and a lambda cannot be sent
     world = subject.processes
     batch = subject.batch(8 * world, pairs=True)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            spawn(_process, (subject, batch, world, folder), world)
-        except ProcessRaisedException as error:  # whose text is the process's traceback
-            last_line = str(error).strip().splitlines()[-1]
-            raise RuntimeError(f"in a process, {last_line}") from error
-        results = [torch.load(Path(folder, f"{rank}.pt")) for rank in range(world)]
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world, spawn) as pool:
+        work = partial(_process, subject=subject, batch=batch, folder=folder)
+        results = list(pool.map(work, range(world)))  # each waits for the others in its own process
     expected = subject.result(batch)
     found = {name: torch.stack([result[name] for result in results]) for name in expected}
     for name, x in found.items():
