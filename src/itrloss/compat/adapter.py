@@ -13,7 +13,7 @@ from ..checks import IdsLike, WholeState, as_ids, one_of
 from ..losses import MemoryLoss
 from ..losses.matryoshka import argument_names, check_scalar, inner_loss
 from ..memory import CoupledMemory, empty_memory
-from .arguments import as_sets, required, zero_of
+from .arguments import as_sets, zero_of
 from .regularizers import Parts, Regularizers
 
 
@@ -144,18 +144,26 @@ class HREMCriterion(AdaptedLoss):
 class HALCriterion(AdaptedLoss):
     """The call of HAL."""
 
+    _takes_bank: type[nn.Module] = MemoryLoss  # the kind of loss that does
+
     def forward(self, im, s, mb_img=None, mb_cap=None, mb_ind=None, indices=None) -> Tensor:
-        """Return the loss of (B, D) pairs and, for a loss with a memory, of the bank (M, D);
-        entries of the same number are no negatives.
+        """Return the loss of (B, D) pairs and, if the loss takes one, of the bank (M, D); entries
+        whose number is in ``indices`` are no negatives.
         """
-        if not isinstance(self.loss, MemoryLoss):
-            return self._of_pairs(im, s)
-        if mb_img is None:
+        if mb_img is not None and isinstance(self.loss, self._takes_bank):
+            size = len(mb_img)
+            if mb_cap is None or len(mb_cap) != size:
+                raise ValueError(f"mb_cap: expected {size} entries as in mb_img, got {mb_cap!r}")
+            entries = as_ids("mb_ind", mb_ind, size, im.device)
+            batch = as_ids("indices", indices, len(im), im.device)
+            return self._with_bank(im, s, mb_img, mb_cap, entries, batch)
+        if isinstance(self.loss, MemoryLoss):
             return self._value(im, s, im, s, empty_memory(1, im))
-        entries = as_ids("mb_ind", mb_ind, len(mb_img), im.device)
-        ids = as_ids("indices", indices, len(im), im.device)
-        memory = _memory(mb_img, required("mb_cap", mb_cap), entries)
-        return self._value(im, s, im, s, memory, ids, ids)
+        return self._of_pairs(im, s)
+
+    def _with_bank(self, im, s, images, texts, entries, batch) -> Tensor:
+        """Return the loss with a bank, whose entries have numbers, as the batch has."""
+        return self._value(im, s, im, s, _memory(images, texts, entries), batch, batch)
 
 
 class USERCriterion(VSECriterion):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..anchors import Anchors
-from ..checks import as_ids, as_size
+from ..checks import as_size
 from ..losses import HubnessAwareLoss
 from ..similarity import Similarity
 from .adapter import HALCriterion, USERCriterion
@@ -27,6 +27,8 @@ class HALLoss(HALCriterion):
     tensors.
     """
 
+    _takes_bank = HubnessAwareLoss
+
     def __init__(self, opt: object):
         scale = setting(opt, "local_alpha")
         loss: nn.Module = HubnessAwareLoss(scale, setting(opt, "local_ep"), normalize=False)
@@ -41,24 +43,15 @@ class HALLoss(HALCriterion):
         self.ep_nega = setting(opt, "global_ep_nega", 0.1)
         self.k = as_size("mb_k", setting(opt, "mb_k", 250))
 
-    def forward(self, im, s, mb_img=None, mb_cap=None, mb_ind=None, indices=None) -> Tensor:
-        """Return the loss of (B, D) pairs; entries of the (M, D) bank whose number is in
-        ``indices`` are left out.
-        """
-        if mb_img is None or not isinstance(self.loss, HubnessAwareLoss):
-            return super().forward(im, s)
-        size = len(mb_img)
-        if mb_cap is None or len(mb_cap) != size:
-            raise ValueError(f"mb_cap: expected {size} entries as in mb_img, got {mb_cap!r}")
-        entries = as_ids("mb_ind", mb_ind, size, im.device)
-        batch = as_ids("indices", indices, len(im), im.device)
+    def _with_bank(self, im, s, images, texts, entries, batch) -> Tensor:
+        """Return the loss of pairs that a bank weights, without the batch's own entries."""
         score = self.score_function or inner_products
         scores = score(im, s)  # (B, B)
-        k = min(self.k, len(im), size)
+        k = min(self.k, len(im), len(images))
         with torch.no_grad():
             excluded = torch.isin(entries, batch)
             near = []  # the (B, k) highest scores with the bank, -inf where there are no more
-            for x, bank in ((im, mb_cap), (s, mb_img)):
+            for x, bank in ((im, texts), (s, images)):
                 near.append(score(x, bank).masked_fill(excluded, -torch.inf).topk(k).values)
             weights = self._weights(scores.diagonal(), *near)
         # HAL with margin 0 on this matrix: positives on the diagonal, negatives elsewhere.
