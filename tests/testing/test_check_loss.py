@@ -112,6 +112,7 @@ def test_gathered_losses_are_those_of_one_process():
     )
     report = check_loss(planted_programs.Together(losses), only=["several_processes"], processes=2)
     assert report.names("passed") == ["several_processes"]
+    assert not any(p.is_shared() for p in losses[0].parameters())  # of which a copy was sent
 
 
 @pytest.mark.slow

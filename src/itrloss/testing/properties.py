@@ -446,7 +446,9 @@ def several_processes(subject: Subject) -> None:
     That mean is DistributedDataParallel's. Missing gradients of gathered embeddings, or factors of
     W, show up here.
     """
-    subject = replace(subject, reference=None)  # not used here, and a lambda cannot be sent
+    # A copy, as sending moves parameters into shared memory. A reference, which is not used here,
+    # may be a lambda, which cannot be sent.
+    subject = replace(subject, loss=subject.fresh(), reference=None)
     world = subject.processes
     batch = subject.batch(8 * world, pairs=True)
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world, spawn) as pool:
