@@ -33,7 +33,7 @@ class Judgements(NamedTuple):
 
     def at_least(self, grade: float) -> tuple[Tensor, Tensor]:
         """Return the (P,) images and (P,) texts of the pairs with this grade or a higher one."""
-        pairs = mean_grades("judgements", self, _ANY)
+        pairs = mean_grades("judgements", *self, _ANY)
         # 0.7 as float32 is less than 0.7: the limit is rounded as the grades are.
         given = as_grades("judgements", self.grades, len(self.images))
         dtype = given.dtype if given.is_floating_point() else torch.float64
@@ -47,8 +47,10 @@ class Judgements(NamedTuple):
 Pairs = ListedPairs | Judgements | Tensor | Sequence[Sequence[int]]
 
 
-def as_judgements(name: str, pairs: Pairs, shape: tuple[int, int]) -> Judgements:
-    """Return pairs in any form as judgements on the CPU, in the order of their numbers ``image
+def as_judgements(
+    name: str, pairs: Pairs, shape: tuple[int, int], device: torch.device
+) -> Judgements:
+    """Return pairs in any form as judgements on the device, in the order of their numbers ``image
     n_texts + text``, each once with the mean of its grades, which are by default 1.
 
     Args:
@@ -56,67 +58,80 @@ def as_judgements(name: str, pairs: Pairs, shape: tuple[int, int]) -> Judgements
         pairs: (P,) image and (P,) text indices, :class:`Judgements`, a matrix (n_images, n_texts)
             of grades, or a list with a list of text indices for each image.
         shape: (n_images, n_texts).
+        device: of the result.
 
     Raises:
         TypeError, ValueError: naming the argument.
     """
     pairs = from_numpy(pairs)
-    if isinstance(pairs, Judgements):
-        return mean_grades(name, pairs, shape)
+    grades = None
     if isinstance(pairs, Tensor):
         if tuple(pairs.shape) != shape or pairs.layout != torch.strided:
             got = f"{tuple(pairs.shape)} and {pairs.layout}"
             raise ValueError(f"{name}: expected a dense matrix of shape {shape}, got {got}")
-        matrix = pairs.detach()
-        images, texts = matrix.nonzero(as_tuple=True)
-        grades = matrix[images, texts].cpu().double()
-        if len(grades):
-            require_finite(name, grades[None])
-        return Judgements(images.cpu(), texts.cpu(), grades)
-    if isinstance(pairs, list):
+        require_finite(name, pairs)
+        images, texts = pairs.nonzero(as_tuple=True)
+        grades = pairs[images, texts]
+    elif isinstance(pairs, Judgements):
+        images, texts, grades = pairs
+    elif isinstance(pairs, list):
         images, texts = _of_lists(name, pairs, shape[0])
     elif isinstance(pairs, tuple) and len(pairs) == 2:
         images, texts = pairs
     else:
         forms = f"(images, texts), Judgements, a matrix {shape} or a list of each image's texts"
         raise TypeError(f"{name}: expected {forms}, got {type(pairs).__name__}")
-    numbers = pair_numbers(name, images, texts, shape).unique()
-    ones = torch.ones(len(numbers), dtype=torch.float64, device=CPU)
-    return Judgements(numbers // shape[1], numbers % shape[1], ones)
+    found = mean_grades(name, images, texts, grades, shape)
+    return Judgements(*(x.to(device) for x in found))
 
 
-def _of_lists(name: str, lists: list, n: int) -> tuple[Tensor, list[int]]:
+def _of_lists(name: str, lists: list, n: int) -> tuple[list[int], list[int]]:
     """Return the images and texts of the pairs in lists of each image's texts."""
     if len(lists) != n:
         raise ValueError(
             f"{name}: expected a list of texts for each of {n} images, got {len(lists)}"
         )
-    counts = []
-    texts = []
-    for own in lists:
+    images: list[int] = []
+    texts: list[int] = []
+    for image, own in enumerate(lists):
         if isinstance(own, int):
             raise TypeError(f"{name}: expected a list of the texts of each image, got {own}")
-        counts.append(len(own))
+        images += [image] * len(own)
         if len(own):
             texts += as_integers(name, from_numpy(own)).tolist()
-    return torch.arange(n, device=CPU).repeat_interleave(torch.tensor(counts, device=CPU)), texts
+    return images, texts
 
 
-def mean_grades(name: str, judgements: Judgements, shape: tuple[int, int]) -> Judgements:
-    """Return checked judgements on the CPU, sorted, each pair once with the mean of its grades."""
-    images, texts, grades = judgements
-    numbers = pair_numbers(name, images, texts, shape)
-    values = as_grades(name, grades, len(numbers)).detach().cpu().double()
+def mean_grades(
+    name: str,
+    images: IndicesLike,
+    texts: IndicesLike,
+    grades: object,
+    shape: tuple[int, int],
+) -> Judgements:
+    """Return checked judgements on the CPU, sorted, each pair once with the mean of its grades; of
+    grades that are None, 1.
+    """
+    n, m = shape
+    rows = as_integers(f"{name}.images", images)
+    rows = as_indices(f"{name}.images", rows, rows.numel(), CPU)
+    cols = as_indices(f"{name}.texts", texts, len(rows), CPU)
+    if len(rows):
+        check_range(f"{name}.images", rows, n - 1)
+        check_range(f"{name}.texts", cols, m - 1)
+    values = torch.ones(len(rows), dtype=torch.float64, device=CPU)
+    if grades is not None:
+        values = as_grades(name, grades, len(rows)).detach().cpu().double()
     if len(values):
         require_finite(f"{name}.grades", values[None])
-    numbers, index = numbers.unique(return_inverse=True)
+    numbers, index = (rows * m + cols).unique(return_inverse=True)
     zeros = torch.zeros(len(numbers), dtype=torch.float64, device=CPU)
     mean, least, greatest = [
         zeros.scatter_reduce(0, index, values, how, include_self=False)
         for how in ("mean", "amin", "amax")
     ]
     mean = mean.clamp(least, greatest)  # that of equal grades is exact
-    return Judgements(numbers // shape[1], numbers % shape[1], mean)
+    return Judgements(numbers // m, numbers % m, mean)
 
 
 def as_grades(name: str, grades: object, count: int) -> Tensor:
@@ -126,17 +141,3 @@ def as_grades(name: str, grades: object, count: int) -> Tensor:
         got = tuple(values.shape) if isinstance(values, Tensor) else type(grades).__name__
         raise ValueError(f"{name}.grades: expected shape ({count},), got {got}")
     return values
-
-
-def pair_numbers(
-    name: str, images: IndicesLike, texts: IndicesLike, shape: tuple[int, int]
-) -> Tensor:
-    """Return the (P,) numbers ``image n_texts + text`` of pairs, checked, on the CPU."""
-    n, m = shape
-    rows = as_integers(f"{name}.images", images)
-    rows = as_indices(f"{name}.images", rows, rows.numel(), CPU)
-    cols = as_indices(f"{name}.texts", texts, len(rows), CPU)
-    if len(rows):
-        check_range(f"{name}.images", rows, n - 1)
-        check_range(f"{name}.texts", cols, m - 1)
-    return rows * m + cols

@@ -23,68 +23,25 @@ class Rules(TypedDict, total=False):
     candidates: Pairs
 
 
-class CandidateFilter(NamedTuple):
-    """Pairs that are not ranked, or the only ones that are."""
-
-    shape: tuple[int, int]  # (Q, C)
-    numbers: Tensor  # (P,) of the pairs, q C + c, ascending
-    only: bool  # whether they alone are ranked
-
-    def excluded(self, part: slice) -> Tensor:
-        """Return the (B, C) bool mask of the candidates of some queries that are not ranked."""
-        count = self.shape[1]
-        ends = torch.tensor([part.start, part.stop], device=self.numbers.device) * count
-        start, stop = torch.searchsorted(self.numbers, ends).tolist()
-        shape = part.stop - part.start, count
-        mask = torch.full(shape, self.only, dtype=torch.bool, device=self.numbers.device)
-        mask.view(-1)[self.numbers[start:stop] - part.start * count] = not self.only
-        return mask
-
-    def keeps(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        """Return the (P,) bool: whether these pairs are ranked."""
-        listed = torch.isin(queries * self.shape[1] + candidates, self.numbers)
-        return listed if self.only else ~listed
-
-    def pairs(self) -> tuple[Tensor, Tensor]:
-        """Return the (P,) queries and (P,) candidates."""
-        return self.numbers // self.shape[1], self.numbers % self.shape[1]
-
-    @property
-    def T(self) -> CandidateFilter:
-        """The same with the candidates as queries."""
-        rows, cols = self.shape
-        queries, candidates = self.pairs()
-        numbers = candidates * rows + queries
-        return CandidateFilter((cols, rows), numbers.sort().values, self.only)
-
-
 class Judged(NamedTuple):
     """The right pairs, and which pairs are ranked at all."""
 
     shape: tuple[int, int]  # (n_images, n_texts)
     right: Judgements  # with float64 grades above 0
-    ranked: CandidateFilter | None  # of images as queries; None: all pairs
+    listed: Judgements | None  # pairs that are not ranked, or the only ones; None: all are
+    only: bool  # whether the listed pairs alone are ranked
 
     def within(self, rows: Tensor, cols: Tensor) -> Judged:
         """Return the same among some images (n,) and texts (m,), by their places among these."""
-        shape = len(rows), len(cols)
-        if shape == self.shape:
-            return self
-        images, texts, kept = _places_of(self.right.images, self.right.texts, rows, cols)
-        ranked = None
-        if self.ranked is not None:
-            queries, candidates, _ = _places_of(*self.ranked.pairs(), rows, cols)
-            numbers = queries * len(cols) + candidates
-            ranked = CandidateFilter(shape, numbers, self.ranked.only)
-        return Judged(shape, Judgements(images, texts, self.right.grades[kept]), ranked)
+        listed = None if self.listed is None else _among(self.listed, rows, cols)
+        return Judged((len(rows), len(cols)), _among(self.right, rows, cols), listed, self.only)
 
     @property
     def T(self) -> Judged:
         """The same with the texts as queries."""
         n, m = self.shape
-        images, texts, grades = self.right
-        turned = None if self.ranked is None else self.ranked.T
-        return Judged((m, n), Judgements(texts, images, grades), turned)
+        listed = None if self.listed is None else _turned(self.listed)
+        return Judged((m, n), _turned(self.right), listed, self.only)
 
     def relevance(self) -> Relevance:
         """Return who is right for each query, and who is no candidate."""
@@ -97,17 +54,31 @@ class Judged(NamedTuple):
         if not bool((grades == 1).all()):
             table = grades.new_zeros(positives.shape)
             table[queries, slot] = grades
-        return Relevance(positives, table, None if self.ranked is None else self.ranked.excluded)
+        return Relevance(positives, table, None if self.listed is None else self.excluded)
+
+    def excluded(self, part: slice) -> Tensor:
+        """Return the (B, C) bool mask of the candidates of some queries that are not ranked."""
+        assert self.listed is not None
+        queries, candidates, _ = self.listed
+        here = (queries >= part.start) & (queries < part.stop)
+        shape = part.stop - part.start, self.shape[1]
+        mask = torch.full(shape, self.only, dtype=torch.bool, device=queries.device)
+        mask[queries[here] - part.start, candidates[here]] = not self.only
+        return mask
 
 
-def _places_of(
-    images: Tensor, texts: Tensor, rows: Tensor, cols: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the places of pairs (P,) among rows (n,) and columns (m,), both ascending, and the
-    (P,) mask of the pairs that are among them.
+def _turned(pairs: Judgements) -> Judgements:
+    """Return pairs with the texts as queries."""
+    return Judgements(pairs.texts, pairs.images, pairs.grades)
+
+
+def _among(pairs: Judgements, rows: Tensor, cols: Tensor) -> Judgements:
+    """Return the pairs that are among rows (n,) and columns (m,), both ascending, by their places
+    there.
     """
-    kept = torch.isin(images, rows) & torch.isin(texts, cols)
-    return torch.searchsorted(rows, images[kept]), torch.searchsorted(cols, texts[kept]), kept
+    kept = pairs.only(torch.isin(pairs.images, rows) & torch.isin(pairs.texts, cols))
+    images = torch.searchsorted(rows, kept.images)
+    return Judgements(images, torch.searchsorted(cols, kept.texts), kept.grades)
 
 
 def judged(
@@ -126,56 +97,53 @@ def judged(
         right = Judgements(images, texts, ones)
     else:
         right = _right_pairs(relevant, sim)
-    ranked = None
+    listed = None
     if exclude is not None:
-        ranked = CandidateFilter(sim.shape, _pair_numbers("exclude", exclude, sim), only=False)
-        right = right.only(ranked.keeps(right.images, right.texts))
+        listed = _listed("exclude", exclude, sim)
+        right = _without(right, listed, sim.shape[1])
     if candidates is not None:
-        chosen = CandidateFilter(sim.shape, _pair_numbers("candidates", candidates, sim), only=True)
-        if ranked is not None:
-            chosen = chosen._replace(numbers=chosen.numbers[ranked.keeps(*chosen.pairs())])
-        ranked = chosen
-    return Judged(sim.shape, right, ranked)
+        chosen = _listed("candidates", candidates, sim)
+        listed = chosen if listed is None else _without(chosen, listed, sim.shape[1])
+    return Judged(sim.shape, right, listed, candidates is not None)
+
+
+def _without(pairs: Judgements, others: Judgements, count: int) -> Judgements:
+    """Return the pairs that are none of the others; there are ``count`` texts."""
+    numbers = pairs.images * count + pairs.texts
+    return pairs.only(~torch.isin(numbers, others.images * count + others.texts))
 
 
 def _right_pairs(relevant: Pairs, sim: Similarity) -> Judgements:
     """Return the pairs of images and texts that exist, and that are right by their grades."""
-    pairs = as_judgements("relevant", relevant, sim.shape)
+    pairs = as_judgements("relevant", relevant, sim.shape, sim.device)
     if not bool((pairs.grades != 0).any()):
         raise ValueError("relevant: expected pairs with a grade above 0, got none")
     lowest = float(pairs.grades.amin())
     if lowest < 0:
         raise ValueError(f"relevant: expected grades of at least 0, got {lowest:g}")
-    images, texts, grades = (x.to(sim.device) for x in pairs)
     rows, cols = existing(sim)
-    kept = (grades > 0) & torch.isin(images, rows) & torch.isin(texts, cols)
-    return Judgements(images, texts, grades).only(kept)
+    exist = torch.isin(pairs.images, rows) & torch.isin(pairs.texts, cols)
+    return pairs.only(exist & (pairs.grades > 0))
 
 
-def _pair_numbers(name: str, pairs: Pairs, sim: Similarity) -> Tensor:
-    """Return the ascending numbers (P,) of pairs, of which a matrix says whether they are meant."""
+def _listed(name: str, pairs: Pairs, sim: Similarity) -> Judgements:
+    """Return pairs, of which a matrix says whether they are meant."""
     pairs = from_numpy(pairs)
     if isinstance(pairs, Tensor):
         is_mask = not pairs.is_floating_point() and bool(((pairs == 0) | (pairs == 1)).all())
         if not is_mask:
             got = f"shape {tuple(pairs.shape)} of {pairs.dtype}"
             raise ValueError(f"{name}: expected a bool matrix {sim.shape}, got {got}")
-    images, texts, _ = as_judgements(name, pairs, sim.shape)
-    return (images * sim.shape[1] + texts).to(sim.device)
+    return as_judgements(name, pairs, sim.shape, sim.device)
 
 
-class Fold(NamedTuple):
-    """Consecutive images with their texts, among which each is ranked."""
-
-    rows: Tensor  # (n,) indices
-    cols: Tensor  # (m,) indices, ascending
-
-
-def folds_of(sim: Similarity, folds: int) -> list[Fold]:
-    """Return the folds of the images that exist; one fold has all texts that exist."""
+def folds_of(sim: Similarity, folds: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the folds of the images that exist: consecutive images (n,) with their texts (m,),
+    among which each is ranked. One fold has all texts that exist.
+    """
     rows, cols = existing(sim)
     if folds == 1:
-        return [Fold(rows, cols)]
+        return [(rows, cols)]
     if folds < 1 or len(rows) % folds:
         raise ValueError(f"folds: expected a divisor of the {len(rows)} images, got {folds}")
     images, texts = right_pairs(sim)
@@ -186,7 +154,7 @@ def folds_of(sim: Similarity, folds: int) -> list[Fold]:
             raise ValueError(
                 f"folds: images {int(part[0])} to {int(part[-1])} are a part without a text"
             )
-        parts.append(Fold(part, own))
-    if bool((torch.cat([part.cols for part in parts]).bincount() > 1).any()):
+        parts.append((part, own))
+    if bool((torch.cat([cols for _, cols in parts]).bincount() > 1).any()):
         raise ValueError("folds: expected each text to have its images in one part")
     return parts

@@ -14,7 +14,7 @@ from ..similarity import Similarity
 from .judgements import Judgements, Pairs
 from .labels import fold_repeated, has_no_ids, warn_of_repeated, with_ids
 from .matching import Part, part_of, query_ids
-from .relevance import Fold, Judged, Rules, folds_of, judged
+from .relevance import Judged, Rules, folds_of, judged
 from .results import RECALLS, Ks, RetrievalResults, joined
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _rankings(
 
 def _results(
     rankings: Sequence[Sequence[Ranking]],
-    parts: Sequence[Fold],
+    parts: Sequence[tuple[Tensor, Tensor]],
     ids: tuple[Tensor, Tensor],
     relevant: Judgements,
 ) -> RetrievalResults:
