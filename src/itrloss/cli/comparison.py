@@ -8,7 +8,8 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -93,17 +94,14 @@ def compare_rerankers(
     if validation is not None:
         validation = with_ids("validation", validation, None, None)
         _check_held_out(validation, sim)
-    rerankers, hints = _that_fit(rerankers, sim, banks)
-    trials = _trials(rerankers, banks, validation)
-    _warn_of_units(sim, rerankers)
+    trials, hints = _trials(rerankers, sim, banks, validation is not None)
+    _warn_of_units(sim, trials)
     entries = []
     notes = []
     for trial in track(trials):
-        entry = _tried(trial, sim, folds, rules)
-        if validation is not None:
-            entry = replace(entry, held_out=_held_out_rsum(entry, sim, validation))
+        entry = _tried(trial, sim, validation, folds, rules)
         entries.append(entry)
-        if trial.validation is not None:
+        if trial.name == CALIBRATED:
             notes.append(f"{entry.name}: {entry.reranker!r}, chosen on held-out pairs.")
     found = _compared(entries, samples)
     advised, why = _advice(found.entries) if validation is None else _best_held_out(found.entries)
@@ -112,63 +110,81 @@ def compare_rerankers(
     return replace(found, notes=notes, hints=hints, advised=advised)
 
 
-def _that_fit(
-    rerankers: Mapping[str, Reranker], sim: Similarity, banks: Banks
-) -> tuple[dict[str, Reranker], list[str]]:
-    """Return the methods that can rank the scores, and why others are left out."""
-    fitting: dict[str, Reranker] = {}
-    hints: list[str] = []
-    for name, method in rerankers.items():
-        why = _obstacle(method, sim, banks)
-        if why:
-            hints.append(f"{name} was left out: {why}.")
-        else:
-            fitting[name] = method
-    return fitting, hints
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A method that is tried, and what it is made ready with."""
+class _Trial(NamedTuple):
+    """What is tried."""
 
     method: str
-    reranker: Reranker | None = None  # None: no re-ranking
-    banks: Banks | None = None  # None: the test queries, or banks of its own
-    validation: Similarity | None = None  # None: its scales are not chosen on pairs
+    name: str  # without its banks
+    reranker: Reranker | None = None  # with its banks; None: no re-ranking
 
 
 def _trials(
-    rerankers: Mapping[str, Reranker], banks: Banks, validation: Similarity | None
-) -> list[_Trial]:
-    """Return what is tried: no re-ranking, and each method with and without banks."""
-    trials = [_Trial(PLAIN)]
+    rerankers: Mapping[str, Reranker], sim: Similarity, banks: Banks, calibrates: bool
+) -> tuple[list[_Trial], list[str]]:
+    """Return no re-ranking, and each method with and without the banks; and why others are left
+    out.
+    """
+    trials = [_Trial(PLAIN, PLAIN)]
+    hints = []
     for name, method in rerankers.items():
-        for used in _banks_to_try(method, banks):
-            trials.append(_Trial(name, method, used))
-            if name == "fast" and validation is not None:
-                trials.append(_Trial(name, method, used, validation))
-    return trials
+        if method.needs_embeddings and sim.embeddings is None:
+            hints.append(f"{name} was left out: needs embeddings: itrloss eval.")
+            continue
+        ready = [method]
+        has_none = all(method.transductive)  # no bank of its own
+        if method.takes_bank and has_none and banks != (None, None):
+            ready.append(copy.copy(method).fit(*banks))  # the caller's has no bank afterwards
+        if method.needs_bank:
+            ready = [each for each in ready if not any(each.transductive)]
+        if not ready:
+            needed = "needs banks of queries: --bank-images and --bank-texts"
+            hints.append(f"{name} was left out: {needed}.")
+        for each in ready:
+            trials.append(_Trial(name, name, each))
+            if name == "fast" and calibrates:
+                trials.append(_Trial(name, CALIBRATED, each))
+    return trials, hints
 
 
-def _tried(trial: _Trial, sim: Similarity, folds: int, rules: Rules) -> Entry:
-    """Return what a method makes of the scores, and the time that ranking takes."""
-    reranker = _ready(trial)
+def _calibrated(method: Reranker, validation: Similarity) -> Reranker:
+    """Return Fast Re-ranking with the scales that are best on held-out pairs."""
+    found = copy.copy(method)
+    chosen = copy.copy(method)
+    assert isinstance(found, FastReranker) and isinstance(chosen, FastReranker)
+    if validation.embeddings is None:
+        found.fit()  # a bank of scores is of the test set's candidates
+    found.calibrate(validation)
+    chosen.i2t = found.i2t
+    chosen.t2i = found.t2i
+    return chosen
+
+
+def _tried(
+    trial: _Trial, sim: Similarity, validation: Similarity | None, folds: int, rules: Rules
+) -> Entry:
+    """Return what a method makes of the scores and of held-out pairs, and the time that ranking
+    takes.
+    """
+    method, name, reranker = trial
+    if reranker is not None and validation is not None and name == CALIBRATED:
+        reranker = _calibrated(reranker, validation)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnfitScalesWarning)
         start = time.perf_counter()
         results = retrieval_results(sim, reranker=reranker, folds=folds, **rules)
         seconds = time.perf_counter() - start
-    name = CALIBRATED if trial.validation else trial.method
     transductive = (False, False)
     if reranker is not None:
         transductive = reranker.transductive
         name += {0: ", bank", 1: ", one bank", 2: ""}[sum(transductive)]
-    return Entry(name, results, trial.method, reranker, any(transductive), seconds)
+    held_out = None if validation is None else _held_out_rsum(reranker, sim, validation)
+    return Entry(name, results, method, reranker, any(transductive), seconds, held_out)
 
 
-def _held_out_rsum(entry: Entry, sim: Similarity, validation: Similarity) -> float | None:
+def _held_out_rsum(
+    reranker: Reranker | None, sim: Similarity, validation: Similarity
+) -> float | None:
     """Return the RSUM of held-out pairs; None by a bank of scores, which are the test set's."""
-    reranker = entry.reranker
     are_embeddings = sim.embeddings is not None and validation.embeddings is not None
     if reranker is not None and not are_embeddings:
         has_bank = not all(reranker.transductive)
@@ -189,9 +205,12 @@ def _check_held_out(validation: Similarity, sim: Similarity) -> None:
             )
 
 
-def _warn_of_units(sim: Similarity, rerankers: Mapping[str, Reranker]) -> None:
+def _warn_of_units(sim: Similarity, trials: Sequence[_Trial]) -> None:
     """Warn of scores that are no cosines, if methods have scales for cosines."""
-    names = [name for name, method in rerankers.items() if has_defaults_for_cosines(method)]
+    names = {}
+    for method, _, reranker in trials:
+        if reranker is not None and has_defaults_for_cosines(reranker):
+            names[method] = reranker
     if names and go_beyond_cosines(sim):
         warn(
             "scores: some are beyond -1 to 1, as of logits or distances, and the scales of "
@@ -267,40 +286,3 @@ def _by_name(methods: Iterable[str | Reranker]) -> dict[str, Reranker]:
             one_of("methods", method, *METHODS)
             found[method] = METHODS[method]()
     return found
-
-
-def _obstacle(method: Reranker, sim: Similarity, banks: Banks) -> str:
-    """Return why a method cannot be tried; an empty string if it can."""
-    if method.needs_embeddings and sim.embeddings is None:
-        return "needs embeddings: itrloss eval"
-    if method.needs_bank and any(method.transductive) and None in banks:
-        return "needs banks of queries: --bank-images and --bank-texts"
-    return ""
-
-
-def _banks_to_try(method: Reranker, banks: Banks) -> list[Banks | None]:
-    """Return the banks that a method is tried with.
-
-    None stands for the test queries, or for banks of its own.
-    """
-    if not method.takes_bank or not all(method.transductive) or banks == (None, None):
-        return [None]
-    if method.needs_bank:
-        return [banks]
-    return [None, banks]
-
-
-def _ready(trial: _Trial) -> Reranker | None:
-    """Return a method with its banks and its scales; None stands for no re-ranking."""
-    if trial.banks is None and trial.validation is None:
-        return trial.reranker
-    method = copy.copy(trial.reranker)  # the caller's has no bank afterwards
-    assert method is not None
-    if trial.validation is not None:
-        assert isinstance(method, FastReranker)
-        if trial.banks is not None and trial.validation.embeddings is not None:
-            method.fit(*trial.banks)  # of scores, they are of the test set's candidates
-        method.calibrate(trial.validation)
-    if trial.banks is not None:
-        method.fit(*trial.banks)
-    return method
