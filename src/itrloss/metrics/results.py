@@ -122,46 +122,35 @@ class QueryResults:
         """Return the (Q,) float64 values of metrics that are means over queries, by name, from 0
         to 1; and ``rsum``, the sum of R@1, R@5 and R@10. They are 0 for a query without positives.
 
-        See :func:`retrieval_metrics`.
+        The gain of a positive is its grade. See :func:`retrieval_metrics`.
         """
-        ranks = self.ranks
-        is_right = ranks > 0
+        ranks = self.ranks.double().masked_fill(self.ranks == 0, torch.inf)
+        first = ranks[:, :1]  # none if no query has a positive
         total = self.positives.clamp_min(1)
-        has_best = self.best > 0
-        values = {}
-        for k in ks:
-            values[f"r{k}"] = (has_best & (self.best <= k)).double()
-        for k in ks:
-            values[f"recall_at_{k}"] = (is_right & (ranks <= k)).sum(1).double() / total
-        values |= self._ndcg(ks)
         number = torch.arange(1, ranks.shape[1] + 1, device=ranks.device)  # of the right ones
-        precision = torch.where(is_right, number / ranks.clamp_min(1).double(), 0.0)
-        within_r = is_right & (ranks <= total[:, None])
-        values["mrr"] = precision[:, :1].sum(1)
-        values["map"] = precision.sum(1) / total
-        values["r_precision"] = within_r.sum(1).double() / total
-        values["map_at_r"] = torch.where(within_r, precision, 0.0).sum(1) / total
-        ends = torch.tensor(RECALLS, device=ranks.device)
-        within = has_best[:, None] & (self.best[:, None] <= ends)
-        values["rsum"] = within.sum(1).double()
-        return values
-
-    def _ndcg(self, ks: Ks) -> dict[str, Tensor]:
-        """Return the (Q,) normalised discounted cumulative gains of the first k, by name.
-
-        The gain of a positive is its grade.
-        """
-        ranks = self.ranks
-        gains = (ranks > 0).double() if self.grades is None else self.grades
-        discounted = gains / (ranks + 1).clamp_min(2).double().log2()
-        place = torch.arange(1, ranks.shape[1] + 1, device=ranks.device)
-        ideal = gains.sort(dim=1, descending=True).values / (place + 1).double().log2()
-        values = {}
+        gains = ranks.isfinite().double() if self.grades is None else self.grades
+        ideal = gains.sort(dim=1, descending=True).values / (number + 1).double().log2()
+        discounted = gains / (ranks + 1).log2()
+        hits = {}
+        recalls = {}
+        ndcg = {}
         for k in ks:
-            gained = torch.where(ranks <= k, discounted, 0.0).sum(1)
+            within = ranks <= k
+            hits[f"r{k}"] = (first <= k).double().sum(1)
+            recalls[f"recall_at_{k}"] = within.double().sum(1) / total
+            gained = torch.where(within, discounted, 0.0).sum(1)
             most = ideal[:, :k].sum(1)
-            values[f"ndcg_at_{k}"] = torch.where(most > 0, gained / most, 0.0)
-        return values
+            ndcg[f"ndcg_at_{k}"] = torch.where(most > 0, gained / most, 0.0)
+        precision = number / ranks
+        within_r = ranks <= total[:, None]
+        of_all_places = {
+            "mrr": precision[:, :1].sum(1),
+            "map": precision.sum(1) / total,
+            "r_precision": within_r.double().sum(1) / total,
+            "map_at_r": torch.where(within_r, precision, 0.0).sum(1) / total,
+            "rsum": torch.stack([(first <= k).double().sum(1) for k in RECALLS]).sum(0),
+        }
+        return hits | recalls | ndcg | of_all_places
 
     def metrics(self, ks: Ks = RECALLS) -> dict[str, float]:
         """Return the metrics of this direction over queries with positives, and their part of the
@@ -178,8 +167,7 @@ class QueryResults:
         ranks = self.best[matched].cpu()
         metrics["median_rank"] = float(np.median(ranks))
         metrics["mean_rank"] = float(ranks.double().mean())
-        top = self.top[matched]
-        counts = torch.bincount(top[top >= 0], minlength=self.candidates)
+        counts = replace(self, top=self.top[matched]).occurrences
         metrics["skewness"] = float(skewness(counts, self.candidates - self.missing))
         return metrics
 
@@ -234,12 +222,11 @@ class RetrievalResults:
         for way, side in self.ways.items():
             shares = side.per_query()
             precisions = shares["r_precision"], shares["map_at_r"]
+            queries = side.exists.nonzero()[:, 0]
             columns = (side.ids, side.best, side.positives, *precisions, side.top[:, 0])
-            values = [column.tolist() for column in columns]
-            exists = side.exists.tolist()
-            for query, row in enumerate(zip(*values, strict=True)):
-                if exists[query]:
-                    yield dict(zip(_COLUMNS, (way, query, *row), strict=True))
+            values = [column[queries].tolist() for column in columns]
+            for row in zip(queries.tolist(), *values, strict=True):
+                yield dict(zip(_COLUMNS, (way, *row), strict=True))
 
     def to_frame(self) -> DataFrame:
         """Return :meth:`rows` as a pandas data frame."""
@@ -258,9 +245,9 @@ class RetrievalResults:
 
     def write(self, file: IO[str]) -> None:
         """Write :meth:`rows` as CSV with a header to an open text file."""
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(_COLUMNS)
-        writer.writerows(row.values() for row in self.rows())
+        writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows())
 
 
 def joined(

@@ -206,8 +206,8 @@ def _drawn_sums(sums: Tensor, samples: int, seed: int) -> Iterator[Tensor]:
         count = min(step, samples - start)
         # the same numbers, however many samples at once
         drawn = torch.randint(n, (count, n), generator=generator, device="cpu")
-        drawn += n * torch.arange(count, device="cpu")[:, None]
-        times = drawn.flatten().bincount(minlength=count * n).view(count, n).double()
+        times = torch.zeros(count, n, dtype=sums.dtype, device="cpu")
+        times.scatter_add_(1, drawn, torch.ones_like(times))
         yield torch.tensordot(times, sums, 1)
 
 
