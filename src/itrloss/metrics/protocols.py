@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 _SHAPE = (5000, 25000)  # images and captions of Karpathy's test split
 
 
-def check_coco(shape: tuple[int, int]) -> None:
-    """Raise a ValueError unless scores have the shape of the test split."""
-    if shape != _SHAPE:
-        raise ValueError(f"scores: expected MSCOCO's test split, shape {_SHAPE}, got {shape}")
-
-
 def coco_protocol(
     scores: Tensor | Similarity, *, reranker: Reranker | None = None
 ) -> dict[str, dict[str, float]]:
@@ -49,7 +43,8 @@ def coco_protocol(
     """
     sim = with_ids("scores", scores, None, None)
     check_numbering("scores", scores, sim, reranker)
-    check_coco(sim.shape)
+    if sim.shape != _SHAPE:
+        raise ValueError(f"scores: expected MSCOCO's test split, shape {_SHAPE}, got {sim.shape}")
     figures = {
         "1K": retrieval_metrics(sim, reranker=reranker, folds=5),
         "5K": retrieval_metrics(sim, reranker=reranker),

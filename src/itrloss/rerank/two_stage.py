@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import from_numpy, option
@@ -19,7 +18,9 @@ def in_front(candidates: Tensor, values: Tensor) -> Rule:
     """Return the rule by which these (Q, k) candidates come first, by their values; the others keep
     their order.
     """
-    levels = _levels(values)
+    # How many values of the query are lower. Scores hold small integers exactly; added to scores,
+    # the values themselves would lose digits.
+    levels = torch.searchsorted(values.sort(dim=1).values, values) + 1
 
     def move_to_front(scores: Tensor, rows: slice) -> Tensor:
         """Raise the chosen candidates of a block's queries above its highest score."""
@@ -30,18 +31,6 @@ def in_front(candidates: Tensor, values: Tensor) -> Rule:
         return scores.scatter_(1, candidates[rows], peak + step * levels[rows].to(scores))
 
     return move_to_front
-
-
-def _levels(values: Tensor) -> Tensor:
-    """Return the place of each of the (Q, k) values in its row, 1 for the least; equal ones share
-    it.
-
-    Scores hold small integers exactly. Added to scores, the values themselves would lose digits.
-    """
-    ordered, order = values.sort(dim=1)
-    rises = ordered[:, 1:] > ordered[:, :-1]
-    levels = F.pad(rises.cumsum(1), (1, 0)) + 1
-    return torch.empty_like(levels).scatter_(1, order, levels)
 
 
 def as_scorer(scorer: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
