@@ -19,7 +19,6 @@ from typing import Annotated, TypeVar
 
 import numpy as np
 import pandas as pd
-import torch
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -27,12 +26,12 @@ from torch import Tensor
 from typer.main import get_command
 
 from .. import __version__, files
+from ..checks import IdsLike, one_of, require_finite
 from ..checks import Names as Arguments
-from ..checks import are_strings, one_of, require_finite
 from ..checks.warnings import SuspiciousInputWarning, warn_of_guess
 from ..files import Source
 from ..metrics import Judgements, default_ids, fold_repeated, retrieval_results, save_trec
-from ..metrics.labels import check_numbers, with_ids
+from ..metrics.labels import with_ids
 from ..metrics.relevance import Rules
 from ..similarity import Similarity
 from .comparison import METHODS, Banks, compare_models, compare_rerankers
@@ -334,7 +333,7 @@ def _similarity(
     """
     names = [str(source) for source in sources]
     matrices = [_matrix(args, source) for source in sources]
-    ids = _ids(image_ids, text_ids, len(matrices[0]))
+    ids: tuple[IdsLike | None, IdsLike | None] = _ids(image_ids, text_ids)
     if len(matrices) == 1:
         return with_ids(names[0], matrices[0], *ids, by_ids)
     images, texts = matrices
@@ -370,7 +369,7 @@ def _model(args: Compare, source: Source) -> tuple[Similarity, Tensor | None, bo
     """
     saved = files.read_reranked(source.path) if source.key is None else None
     matrix = _matrix(args, source) if saved is None else saved.i2t
-    ids = _ids(args.image_ids, args.text_ids, len(matrix))
+    ids = _ids(args.image_ids, args.text_ids)
     sim = with_ids(str(source), matrix, *ids, args.relevant is None)
     if saved is None:
         return sim, None, False
@@ -391,32 +390,25 @@ def _naming(name: str) -> Iterator[None]:
 
 def _banks(args: Rerank | Evaluate, sim: Similarity) -> Banks:
     """Return the queries of another set."""
-    images = texts = None
-    if args.bank_images is not None:
-        images = _matrix(args, args.bank_images)
-    if args.bank_texts is not None:
-        texts = _matrix(args, args.bank_texts)
-        if sim.embeddings is None and not args.text_ids and not args.relevant:
-            texts = fold_repeated(texts)  # as the rows of the scores are
-    if args.folds > 1 and sim.embeddings is None and (args.bank_images or args.bank_texts):
+    sources = args.bank_images, args.bank_texts
+    images, texts = [None if source is None else _matrix(args, source) for source in sources]
+    if sim.embeddings is not None:
+        return images, texts
+    if args.folds > 1 and sources != (None, None):
         raise ValueError("--folds: expected 1 with banks of scores, which have all candidates")
+    if texts is not None and not args.text_ids and not args.relevant:
+        texts = fold_repeated(texts)  # as the rows of the scores are
     return images, texts
 
 
 def _ids(
-    image_ids: Source | None, text_ids: Source | None, n_images: int
-) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """Return the ids in files; without a file of images, theirs are their numbers."""
-    if text_ids is None:
-        if image_ids is not None:
-            raise ValueError("image_ids: expected text_ids, too")
-        return None, None
-    of_texts = files.read_ids(*text_ids)
-    if image_ids is not None:
-        return files.read_ids(*image_ids), of_texts
-    if not are_strings(of_texts):
-        check_numbers("text_ids", torch.from_numpy(of_texts), "image", n_images)
-    return np.arange(n_images), of_texts
+    image_ids: Source | None, text_ids: Source | None
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return the ids in files."""
+    if text_ids is None and image_ids is not None:
+        raise ValueError("image_ids: expected text_ids, too")
+    of_images = None if image_ids is None else files.read_ids(*image_ids)
+    return of_images, None if text_ids is None else files.read_ids(*text_ids)
 
 
 def _rules(args: Options) -> Rules:

@@ -38,17 +38,6 @@ def default_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
     return images, images.repeat_interleave(n_texts // n_images)
 
 
-def unrelated_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
-    """Return ids that do not say which pairs are right, but which queries are drawn together.
-
-    They are :func:`default_ids` of a whole number of texts per image, and otherwise all different.
-    """
-    if n_texts % n_images == 0:
-        return default_ids(n_images, n_texts)
-    images = torch.arange(n_images, device="cpu")
-    return images, torch.arange(n_images, n_images + n_texts, device="cpu")
-
-
 def fold_repeated(images: Tensor) -> Tensor:
     """Return (N, D) distinct rows of (c N, D) ``images`` whose every c consecutive rows are equal.
 
@@ -148,8 +137,8 @@ def with_ids(
         if by_ids:
             matrix = fold_checked(matrix)
         n, m = matrix.shape
-        if n != m:  # otherwise row i matches column i
-            image_ids, text_ids = _ids_of(n, m) if by_ids else unrelated_ids(n, m)
+        if by_ids and n != m:  # otherwise row i matches column i
+            image_ids, text_ids = _ids_of(n, m)
     elif image_ids is None:
         n, m = matrix.shape
         numbers = as_integers("text_ids", text_ids, m)
@@ -166,9 +155,6 @@ def _with_own_ids(name: str, sim: Similarity, by_ids: bool) -> Similarity:
         raise ValueError(f"{name}: {expected}; relevant=... takes grades of pairs")
     if by_ids:
         _check_ids_of_one_side(sim)
-    elif not sim.pairs.is_known:
-        ids = [x.to(sim.device) for x in unrelated_ids(*sim.shape)]
-        sim = sim.relabelled(*ids)
     sim.check_finite()
     warn_of_one_side(sim)
     return (folded(sim) if by_ids else sim).detach()

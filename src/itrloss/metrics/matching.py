@@ -129,7 +129,8 @@ def query_ids(sim: Similarity) -> tuple[Tensor, Tensor]:
     drawn together and to name queries; :data:`itrloss.NO_ID` for what does not exist.
 
     They are the ids where there are some. Otherwise images have their index and texts that of the
-    first image that they match, or N and more if they match none.
+    first image that they match, or N and more if they match none. Where nothing says who matches,
+    they are consecutive texts of an image if each has as many.
     """
     n, m = sim.shape
     rows = torch.arange(n, device=sim.device)
@@ -137,6 +138,8 @@ def query_ids(sim: Similarity) -> tuple[Tensor, Tensor]:
     image_ids, text_ids = sim.ids
     if has_plain_ids(sim):  # ids of one side alone are numbers of the other
         return rows if image_ids is None else image_ids, cols if text_ids is None else text_ids
+    if not sim.pairs.is_known:
+        return rows, cols // (m // n) if m % n == 0 else n + cols
     images, texts = right_pairs(sim)
     of_texts = (n + cols).scatter_reduce(0, texts, images, "amin")
     image_places, text_places = existing(sim)

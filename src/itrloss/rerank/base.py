@@ -284,7 +284,9 @@ class Reranker(Options, ABC):
         they are re-ranked; raise an error unless the method can re-rank them.
         """
         directions = self._directions(part)
-        self._warn(directions)
+        self._warn_of_banks(directions)
+        if has_defaults_for_cosines(self) and go_beyond_cosines(directions[0].queries):
+            self._warn_of_units()
         ruled = []
         for own, direction in zip((part, part.T), directions, strict=True):
             rule = self.rule(direction)
@@ -307,32 +309,21 @@ class Reranker(Options, ABC):
         self._check(part.sim)
         images = unlabelled(part.sim)
         views = images, images.T  # of the same matrix, so that all sums take one product
-        banks = [self._images, self._texts]
-        for side, bank in enumerate(banks):
-            if bank is not None:
-                banks[side] = fitting(bank, side, part)
+        banks = []
+        for side, bank in enumerate((self._images, self._texts)):
+            banks.append(None if bank is None else fitting(bank, side, part))
         directions = []
-        for side, (own, bank) in enumerate(zip((part, part.T), banks, strict=True)):
+        for side, own in enumerate((part, part.T)):
             candidates = views[1 - side]
+            bank = banks[side]
             if bank is not None:
                 candidates = against(candidates, bank)
+            gallery = banks[1 - side]
+            numbers = own.rows, own.cols
             directions.append(
-                Direction(
-                    side,
-                    views[side],
-                    candidates,
-                    transductive=bank is None,
-                    gallery=banks[1 - side],
-                    numbers=(own.rows, own.cols),
-                )
+                Direction(side, views[side], candidates, bank is None, gallery, numbers)
             )
         return directions
-
-    def _warn(self, directions: Sequence[Direction]) -> None:
-        """Warn of banks and of scores that are probably not what was meant."""
-        self._warn_of_banks(directions)
-        if has_defaults_for_cosines(self) and go_beyond_cosines(directions[0].queries):
-            self._warn_of_units()
 
     def _warn_of_units(self) -> None:
         """Warn of scores that are no cosines."""
