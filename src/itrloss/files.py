@@ -254,9 +254,10 @@ def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
 
 def _rows_of_words(path: Path) -> np.ndarray:
     """Return the numbers in a text file, a row a line; of an empty one, no pairs."""
-    lines = path.read_text(encoding=_TEXT).splitlines()
-    rows = [line.split() for line in lines if line.strip()]
-    return np.array(rows or np.empty((0, 2)), dtype=float)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of an empty file
+        rows = np.loadtxt(path, ndmin=2, encoding=_TEXT)
+    return rows if rows.size else np.empty((0, 2))
 
 
 def read_lines(path: str | Path) -> list[str]:
@@ -286,7 +287,7 @@ def _read(path: Path, key: str | None, of_text: Mapping[str, _Reader]) -> object
     if path.is_file() and path.stat().st_size == 0 and suffix != ".txt":
         raise ValueError(f"{path}: the file is empty")
     with _reading(path):
-        content = readers[suffix](path)
+        content = _plain(readers[suffix](path))
         if isinstance(content, Mapping):
             content = content[_array_name(path, content, key)]
         elif key is not None:
@@ -349,7 +350,7 @@ def _read_npy(path: Path) -> object:
         np.lib.format.read_magic(file)
         _, _, dtype = np.lib.format.read_array_header_1_0(file)
         if dtype.hasobject:  # np.save of a dictionary
-            return _unpickled(file)
+            return _Unpickler(file).load()
     # raises an error if the file is shorter than its header says
     return np.load(path, mmap_mode="c")
 
@@ -472,7 +473,7 @@ def _read_torch(path: Path) -> object:
 def _read_pickle(path: Path) -> object:
     """Return the object in a pickle."""
     with open(path, "rb") as file:
-        return _unpickled(file)
+        return _Unpickler(file).load()
 
 
 _READERS: dict[str, _Reader] = {
@@ -554,6 +555,9 @@ _REPLACED: dict[str, object] = {
 class _Unpickler(pickle.Unpickler):
     """Knows nothing but numbers, strings, containers, and the replacements."""
 
+    def __init__(self, file: IO[bytes]):
+        super().__init__(file, encoding=_ENCODING)  # as written by Python 2, too
+
     def find_class(self, module: str, name: str) -> Any:
         """Return the replacement of a name; raise a ValueError for one that is not read."""
         # as it was called before NumPy 2
@@ -561,14 +565,6 @@ class _Unpickler(pickle.Unpickler):
         if full not in _REPLACED:
             raise ValueError(f"it asks for {full}, which is not read")
         return _REPLACED[full]
-
-
-def _unpickled(file: IO[bytes]) -> object:
-    """Return what was pickled; of an array of one object, the object."""
-    value = _Unpickler(file, encoding=_ENCODING).load()  # as written by Python 2, too
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        return value.tolist()
-    return value
 
 
 # ---------------------------------------------------------------------------------------- to write

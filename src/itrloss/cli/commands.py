@@ -283,14 +283,10 @@ def _facts(arguments: Sequence[str], about: str) -> dict[str, str]:
 
 def _outputs(args: Command) -> list[Path]:
     """Return what is to be written, after a check that it can be, and that no file has two uses."""
-    read = [*args.inputs, *args.held_out]
-    outputs = {}
-    for name, value in vars(args).items():
-        if isinstance(value, Source):
-            read.append(value)
-        elif isinstance(value, Path):
-            outputs[name] = value
-    used = [os.path.realpath(source.path) for source in read]
+    values = vars(args)
+    read = [*args.inputs, *args.held_out, *values.values()]
+    used = [os.path.realpath(source.path) for source in read if isinstance(source, Source)]
+    outputs = {name: path for name, path in values.items() if isinstance(path, Path)}
     for name, path in outputs.items():
         file = path
         if name == "trec" and path.exists():

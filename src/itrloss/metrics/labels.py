@@ -50,11 +50,6 @@ def fold_repeated(images: Tensor) -> Tensor:
     """
     images = from_numpy(images)
     check_matrix("images", images, "(N, D)")
-    return fold_checked(images)
-
-
-def fold_checked(images: Tensor) -> Tensor:
-    """Return :func:`fold_repeated` of a checked matrix."""
     c = _consecutive_copies(images.detach())
     if c == 1:
         return images
@@ -135,7 +130,7 @@ def with_ids(
     matrix = matrix.detach()
     if text_ids is None:  # nor are there image_ids
         if by_ids:
-            matrix = fold_checked(matrix)
+            matrix = fold_repeated(matrix)
         n, m = matrix.shape
         if by_ids and n != m:  # otherwise row i matches column i
             image_ids, text_ids = _ids_of(n, m)
@@ -212,7 +207,7 @@ def folded(sim: Similarity) -> Similarity:
     """Return a similarity without ids after :func:`fold_repeated`, any other unchanged."""
     if not has_no_ids(sim):
         return sim
-    images = fold_checked(rows_of(sim))
+    images = fold_repeated(rows_of(sim))
     m = sim.shape[1]
     if len(images) == m:
         return sim

@@ -34,6 +34,7 @@ WAYS = ("i2t", "t2i")
 RECALLS = (1, 5, 10)
 RECALL_NAMES = [f"{way}_r{k}" for way in WAYS for k in RECALLS]
 Ks = Sequence[int]
+RankedPart = tuple[Ranking, Tensor, Tensor]  # with the indices of its queries and its candidates
 _COLUMNS = (
     "direction",
     "query",
@@ -250,35 +251,25 @@ class RetrievalResults:
         writer.writerows(self.rows())
 
 
-def joined(
-    rankings: Sequence[Ranking],
-    queries: Sequence[Tensor],
-    candidates: Sequence[Tensor],
-    ids: Tensor,
-    size: int,
-) -> QueryResults:
-    """Return the results of all queries of one direction, from the rankings of parts.
+def joined(parts: Sequence[RankedPart], ids: Tensor, size: int) -> QueryResults:
+    """Return the results of all queries (ids (Q,)) of one direction, from the rankings of parts.
 
-    Args:
-        rankings: of each part.
-        queries, candidates: the indices of the queries and of the candidates of each part.
-        ids: (Q,) of all queries.
-        size: number of candidates, with those that are in no part.
+    ``size``: number of candidates, with those that are in no part.
     """
-    most = max(ranking.ranks.shape[1] for ranking in rankings)  # positives of a query
-    k = max(ranking.top.indices.shape[1] for ranking in rankings)
+    most = max(ranking.ranks.shape[1] for ranking, _, _ in parts)  # positives of a query
+    k = max(ranking.top.indices.shape[1] for ranking, _, _ in parts)
     ranks = ids.new_zeros(len(ids), most)
-    grades = None
-    if rankings[0].grades is not None:
-        grades = rankings[0].grades.new_zeros(ranks.shape)
     top = ids.new_full((len(ids), k), -1)
-    for ranking, rows, cols in zip(rankings, queries, candidates, strict=True):
+    grades = None
+    missing = size
+    for ranking, queries, candidates in parts:
         best = ranking.top.indices
-        top[rows, : best.shape[1]] = cols[best].masked_fill(best < 0, -1)
-        ranks[rows, : ranking.ranks.shape[1]] = ranking.ranks
-        if grades is not None and ranking.grades is not None:
-            grades[rows, : ranking.grades.shape[1]] = ranking.grades
-    missing = size - sum(map(len, candidates))
+        top[queries, : best.shape[1]] = candidates[best].masked_fill(best < 0, -1)
+        ranks[queries, : ranking.ranks.shape[1]] = ranking.ranks
+        missing -= len(candidates)
+        if ranking.grades is not None:  # of a single part, as those of folds are all 1
+            grades = torch.zeros_like(ranks, dtype=ranking.grades.dtype)
+            grades[queries] = ranking.grades
     return QueryResults(ids, ranks, top, size, grades, missing)
 
 

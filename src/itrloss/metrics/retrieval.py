@@ -11,7 +11,7 @@ from ..checks import IdsLike, as_size, check_matrix, from_numpy, one_of, takes_q
 from ..checks.warnings import warn_of_unmatched
 from ..engine.ranking import Ranking
 from ..similarity import Similarity
-from .judgements import Judgements, Pairs
+from .judgements import Pairs
 from .labels import fold_repeated, has_no_ids, warn_of_repeated, with_ids
 from .matching import Part, part_of, query_ids
 from .relevance import Judged, Rules, folds_of, judged
@@ -146,11 +146,22 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         warn_of_repeated(sims[0])
     pairs = judged(sims[0], relevant, exclude, candidates)
     parts = folds_of(sims[0], folds)
-    rankings = []
+    i2t = []
+    t2i = []
     for rows, cols in parts:
         inside = [part_of(sim, rows, cols) for sim in sims]
-        rankings.append(_rankings(inside, pairs.within(rows, cols), reranker, hubness_k, ties))
-    results = _results(rankings, parts, query_ids(sims[0]), pairs.right)
+        right = pairs.within(rows, cols)
+        of_images, of_texts = _rankings(inside, right, reranker, hubness_k, ties)
+        i2t.append((of_images, rows, cols))
+        t2i.append((of_texts, cols, rows))
+    image_ids, text_ids = query_ids(sims[0])
+    images = joined(i2t, image_ids, len(text_ids))
+    texts = joined(t2i, text_ids, len(image_ids))
+    of_folds = []
+    if folds > 1:
+        for part in parts:
+            of_folds.append(RetrievalResults(images.part(*part), texts.part(*part[::-1])))
+    results = RetrievalResults(images, texts, tuple(of_folds), pairs.right)
     if not has_rules:
         warn_of_unmatched(results)
     return results
@@ -168,24 +179,6 @@ def _rankings(
         parts[0].sim.ranked(k, ties=ties, relevance=of_images),
         parts[-1].sim.T.ranked(k, ties=ties, relevance=of_texts),
     )
-
-
-def _results(
-    rankings: Sequence[Sequence[Ranking]],
-    parts: Sequence[tuple[Tensor, Tensor]],
-    ids: tuple[Tensor, Tensor],
-    relevant: Judgements,
-) -> RetrievalResults:
-    """Return the results of all queries from the rankings of each part."""
-    of_images, of_texts = zip(*rankings, strict=True)
-    rows, cols = zip(*parts, strict=True)
-    image_ids, text_ids = ids
-    i2t = joined(of_images, rows, cols, image_ids, len(text_ids))
-    t2i = joined(of_texts, cols, rows, text_ids, len(image_ids))
-    folds = []
-    if len(parts) > 1:
-        folds = [RetrievalResults(i2t.part(*part), t2i.part(*part[::-1])) for part in parts]
-    return RetrievalResults(i2t, t2i, tuple(folds), relevant)
 
 
 def as_pair(scores: AnyScores) -> AnyScores:
