@@ -129,11 +129,9 @@ def _right_pairs(relevant: Pairs, sim: Similarity) -> Judgements:
 def _listed(name: str, pairs: Pairs, sim: Similarity) -> Judgements:
     """Return pairs, of which a matrix says whether they are meant."""
     pairs = from_numpy(pairs)
-    if isinstance(pairs, Tensor):
-        is_mask = not pairs.is_floating_point() and bool(((pairs == 0) | (pairs == 1)).all())
-        if not is_mask:
-            got = f"shape {tuple(pairs.shape)} of {pairs.dtype}"
-            raise ValueError(f"{name}: expected a bool matrix {sim.shape}, got {got}")
+    if isinstance(pairs, Tensor) and pairs.is_floating_point():  # grades, or scores
+        got = f"shape {tuple(pairs.shape)} of {pairs.dtype}"
+        raise ValueError(f"{name}: expected a bool matrix {sim.shape}, got {got}")
     return as_judgements(name, pairs, sim.shape, sim.device)
 
 

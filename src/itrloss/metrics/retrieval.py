@@ -125,8 +125,7 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     Raises:
         TypeError, ValueError: naming the argument, also for nan or infinite scores or embeddings.
     """
-    scores = as_pair(scores)
-    has_two = isinstance(scores, tuple)
+    has_two = isinstance(scores, (tuple, list)) and len(scores) == 2
     by_ids = relevant is None
     has_rules = not by_ids or exclude is not None or candidates is not None
     hubness_k = as_size("hubness_k", hubness_k)
@@ -179,13 +178,6 @@ def _rankings(
         parts[0].sim.ranked(k, ties=ties, relevance=of_images),
         parts[-1].sim.T.ranked(k, ties=ties, relevance=of_texts),
     )
-
-
-def as_pair(scores: AnyScores) -> AnyScores:
-    """Return a list of two score matrices as a pair, and anything else as it is."""
-    if isinstance(scores, list) and len(scores) == 2 and hasattr(scores[0], "shape"):
-        return scores[0], scores[1]
-    return scores
 
 
 def check_reranker(reranker: object, pair: bool) -> None:
