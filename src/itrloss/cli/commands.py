@@ -284,8 +284,8 @@ def _facts(arguments: Sequence[str], about: str) -> dict[str, str]:
 def _outputs(args: Command) -> list[Path]:
     """Return what is to be written, after a check that it can be, and that no file has two uses."""
     values = vars(args)
-    read = [*args.inputs, *args.held_out, *values.values()]
-    used = [os.path.realpath(source.path) for source in read if isinstance(source, Source)]
+    read = [source for value in values.values() for source in _sources(value)]
+    used = [os.path.realpath(source.path) for source in read]
     outputs = {name: path for name, path in values.items() if isinstance(path, Path)}
     for name, path in outputs.items():
         file = path
@@ -299,6 +299,14 @@ def _outputs(args: Command) -> list[Path]:
     if args.report is not None:
         importlib.import_module("matplotlib")
     return list(outputs.values())
+
+
+def _sources(value: object) -> list[Source]:
+    """Return the files to read that the value of an option names: one, several or none."""
+    several = [value]
+    if isinstance(value, (list, tuple)) and not isinstance(value, Source):
+        several = list(value)
+    return [each for each in several if isinstance(each, Source)]
 
 
 def _numbers(text: str) -> list[int]:
@@ -351,9 +359,10 @@ def _similarity(
 
 def _validation(args: Rerank | Evaluate) -> Similarity | None:
     """Return the held-out pairs."""
-    if args.held_out:
+    held_out = _sources(args.val)
+    if held_out:
         with _naming("--val"):
-            return _similarity(args, args.held_out, args.val_image_ids, args.val_text_ids)
+            return _similarity(args, held_out, args.val_image_ids, args.val_text_ids)
     if args.val_image_ids or args.val_text_ids:
         raise ValueError("--val-image-ids, --val-text-ids: expected --val, too")
     return None

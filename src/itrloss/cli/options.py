@@ -96,11 +96,6 @@ class Rerank(Reranking):
         """The files of the test set."""
         return [self.scores]
 
-    @property
-    def held_out(self) -> list[Source]:
-        """The files of the held-out pairs."""
-        return [self.val] if self.val else []
-
 
 @dataclass(kw_only=True)
 class Evaluate(Reranking):
@@ -119,11 +114,6 @@ class Evaluate(Reranking):
         """The files of the test set."""
         return [self.images, self.texts]
 
-    @property
-    def held_out(self) -> list[Source]:
-        """The files of the held-out pairs."""
-        return list(self.val or ())
-
 
 @dataclass(kw_only=True)
 class Compare(Options):
@@ -135,10 +125,3 @@ class Compare(Options):
     transductive: Annotated[
         str, _option(_TABLE, "NAME,…", "models that look at other test queries")
     ] = ""
-
-    held_out: ClassVar[list[Source]] = []
-
-    @property
-    def inputs(self) -> list[Source]:
-        """The files of the models."""
-        return self.scores

@@ -396,6 +396,10 @@ def _ranking(
 ) -> Ranking:
     """Return ranks and best candidates by re-ranked score."""
     queries = direction.queries
+    if isinstance(rule, Bias):
+        bias = rule.bias / rule.factor
+        ranks, top, grades = queries.ranked(k, bias, ties=ties, relevance=relevance)
+        return Ranking(ranks, TopK(top.values * rule.factor, top.indices), grades)
 
     def parts() -> Iterator[tuple[slice, Ranking]]:
         """Yield slices of the queries, each with its ranking."""

@@ -108,14 +108,14 @@ class FastReranker(Reranker):
         part = existing_part(sim)
         # not who matches in the part, whose ids have one image of each text
         right = judged(sim).within(part.rows, part.cols)
-        views = (part.sim, right.relevance()), (part.sim.T, right.T.relevance())
-        for direction, view in zip(self._directions(part), views, strict=True):
-            labelled, relevance = view
+        of_both = right.relevance(), right.T.relevance()
+        for direction, relevance in zip(self._directions(part), of_both, strict=True):
             qualities: dict[tuple[float, float], tuple[float, float]] = {}
             for scale in scales:
                 penalties = -reference_sums(direction.candidates, scale)
                 for factor in scales:
-                    ranking = labelled.ranked(0, penalties / factor, relevance=relevance)
+                    bias = penalties / factor
+                    ranking = direction.queries.ranked(0, bias, relevance=relevance)
                     qualities[scale, factor] = _quality(ranking.ranks[:, 0])
             best = max(qualities, key=qualities.__getitem__)
             if qualities[best] < _PERFECT and not ends.isdisjoint(best):
