@@ -162,17 +162,15 @@ class Reranker(Options, ABC):
         Raises:
             ValueError: the state is another method's or incomplete; this object is unchanged.
         """
-        expected = f"state: expected a state of {type(self).__name__}"
-        missing = {"method", "options", "images", "texts"} - set(state)
-        if missing:
-            raise ValueError(f"{expected}, got one without {', '.join(sorted(missing))}")
-        if state["method"] != type(self).__name__:
-            raise ValueError(f"{expected}, got one of {state['method']}")
-        options = state["options"]
-        own = self.state_dict()["options"]
-        if set(options) != set(own):
-            raise ValueError(f"state: expected the options {sorted(own)}, got {sorted(options)}")
-        loaded = type(self)(**self._options() | options)
+        own = self.state_dict()
+        is_alike = state.keys() == own.keys() and state["method"] == own["method"]
+        if not is_alike or state["options"].keys() != own["options"].keys():
+            got = f"one of {state.get('method')} with the options {state.get('options')}"
+            raise ValueError(
+                f"state: expected a state of {own['method']}, got {got}; "
+                f"it has {', '.join(own)} and the options {', '.join(own['options'])}"
+            )
+        loaded = type(self)(**self._options() | state["options"])
         if self.takes_bank:
             loaded.fit(state["images"], state["texts"])
         vars(self).update(vars(loaded))
