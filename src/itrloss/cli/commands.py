@@ -168,13 +168,15 @@ def _rerank(args: Rerank | Evaluate, arguments: Sequence[str]) -> None:
     if args.report is None and (args.image_names or args.text_names):
         raise ValueError("--image-names, --text-names: expected --report, too")
     rules = _rules(args)
+    inputs = [args.scores] if isinstance(args, Rerank) else [args.images, args.texts]
+    files_read = ", ".join(map(str, inputs))
     with _shown_warnings() as warned:
-        sim = _similarity(args, args.inputs, args.image_ids, args.text_ids, not args.relevant)
+        sim = _similarity(args, inputs, args.image_ids, args.text_ids, not args.relevant)
         validation = _validation(args)
         banks = _banks(args, sim)
         n, m = sim.shape
         names = _names(args.image_names, "image", n), _names(args.text_names, "text", m)
-        about = f"{', '.join(map(str, args.inputs))}: {_about(args, sim)}"
+        about = f"{files_read}: {_about(args, sim)}"
         print(about, flush=True)
         comparison = compare_rerankers(
             sim, methods, banks, validation, _track, args.folds, rules, args.samples
@@ -186,8 +188,7 @@ def _rerank(args: Rerank | Evaluate, arguments: Sequence[str]) -> None:
     entry = _entry_to_write(comparison)
     facts = _facts(arguments, about)
     _write_results(args, entry, sim, facts)
-    title = f"Re-ranking of {', '.join(map(str, args.inputs))}"
-    _write_table(args, comparison, title, facts, entry, names)
+    _write_table(args, comparison, f"Re-ranking of {files_read}", facts, entry, names)
     print(f"written ({entry.name}): {', '.join(map(str, outputs))}", flush=True)
 
 

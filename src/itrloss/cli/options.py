@@ -91,11 +91,6 @@ class Rerank(Reranking):
     transpose: Annotated[bool, _TRANSPOSE] = False
     val: Annotated[Read, _file(_HELD_OUT, "held-out scores, to choose the method")] = None
 
-    @property
-    def inputs(self) -> list[Source]:
-        """The files of the test set."""
-        return [self.scores]
-
 
 @dataclass(kw_only=True)
 class Evaluate(Reranking):
@@ -108,11 +103,6 @@ class Evaluate(Reranking):
         tuple[Source, Source] | None,
         _file(_HELD_OUT, "held-out embeddings, to choose the method", "IMAGES TEXTS"),
     ] = None
-
-    @property
-    def inputs(self) -> list[Source]:
-        """The files of the test set."""
-        return [self.images, self.texts]
 
 
 @dataclass(kw_only=True)
