@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.products import full_float32
+from ..engine.products import full_float32, rounds_float32
 from ..metrics.matching import Part, scored_alike
 from ..similarity import Similarity
 
@@ -55,6 +55,9 @@ def unlabelled(sim: Similarity) -> Similarity:
     """
     ids = no_match(sim.shape, sim.device)
     if sim.embeddings is None:
+        return sim.relabelled(*ids)
+    is_rounded = any(vectors.is_rounded for vectors in sim.vectors)
+    if not is_rounded and not rounds_float32(sim.device):
         return sim.relabelled(*ids)
     return scored_alike(sim, *sim.embeddings, ids, sim.bias).detach()
 
