@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from ..checks import IdsLike
-from ..engine.matrix import Bias
-from ..engine.vectors import full_precision
 from ..similarity import NO_ID, Similarity
 
 
@@ -67,22 +65,10 @@ def selected(
         None if image_bias is None else image_bias[rows],
         None if text_bias is None else text_bias[cols],
     )
-    return scored_alike(sim, images[rows], texts[cols], ids, bias)
-
-
-def scored_alike(
-    sim: Similarity,
-    rows: Tensor,
-    cols: Tensor,
-    ids: tuple[IdsLike | None, IdsLike | None],
-    bias: Bias | None,
-) -> Similarity:
-    """Return the similarities of other embeddings, as ``sim`` computes its own; autocast does not
-    round them.
-    """
     engine = sim.engine_for_others
-    with full_precision(rows):
-        return Similarity(rows, cols, *ids, normalize=sim.normalizes, engine=engine, bias=bias)
+    return Similarity(
+        images[rows], texts[cols], *ids, normalize=sim.normalizes, engine=engine, bias=bias
+    )
 
 
 def rows_of(sim: Similarity) -> Tensor:

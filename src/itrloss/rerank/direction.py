@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..engine.products import full_float32, rounds_float32
-from ..metrics.matching import Part, scored_alike
+from ..engine.vectors import full_precision
+from ..metrics.matching import Part
 from ..similarity import Similarity
 
 SIDES = ("images", "texts")  # the queries of image→text and of text→image
@@ -59,7 +60,12 @@ def unlabelled(sim: Similarity) -> Similarity:
     is_rounded = any(vectors.is_rounded for vectors in sim.vectors)
     if not is_rounded and not rounds_float32(sim.device):
         return sim.relabelled(*ids)
-    return scored_alike(sim, *sim.embeddings, ids, sim.bias).detach()
+    images, texts = sim.embeddings
+    engine = sim.engine_for_others
+    with full_precision(images):
+        return Similarity(
+            images, texts, *ids, normalize=sim.normalizes, engine=engine, bias=sim.bias
+        ).detach()
 
 
 def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> Similarity:
@@ -75,7 +81,10 @@ def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> S
         if row_bias is not None:  # a bank's items have no bias
             row_bias = torch.cat([row_bias, row_bias.new_zeros(len(more_rows))])
     ids = no_match((len(rows), len(bank)), sim.device)
-    return scored_alike(sim, rows, bank, ids, (row_bias, None))
+    engine = sim.engine_for_others
+    bias = row_bias, None
+    with full_precision(rows):  # autocast would round them
+        return Similarity(rows, bank, *ids, normalize=sim.normalizes, engine=engine, bias=bias)
 
 
 def log_sum_exp(sim: Similarity, scale: float, cols: Tensor | None = None) -> Tensor:
