@@ -108,17 +108,13 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
         raise ValueError(f"{path}: expected floating-point numbers, got {matrix.dtype}; {hint}")
     for column in (0, -1):
         x = matrix[:, column].double()
-        if _are_ids(x) and not _are_whole(matrix[0].double()):
+        is_large = bool(x.abs().max() > 1)  # for cosines
+        is_distinct = len(x.unique()) == len(x) > 1
+        are_ids = _are_whole(x) and is_large and is_distinct
+        if are_ids and not _are_whole(matrix[0].double()):
             got = f"a column of distinct integers such as {x[0]:.0f} and {x[1]:.0f}"
             raise ValueError(f"{path}: expected scores or embeddings, got {got}; leave ids out")
     return matrix
-
-
-def _are_ids(x: Tensor) -> bool:
-    """Return whether numbers are distinct integers, and too large for cosines."""
-    is_large = bool(x.abs().max() > 1)
-    is_distinct = len(x.unique()) == len(x) > 1
-    return _are_whole(x) and is_large and is_distinct
 
 
 def _are_whole(x: Tensor) -> bool:

@@ -133,7 +133,16 @@ def with_ids(
             matrix = fold_repeated(matrix)
         n, m = matrix.shape
         if by_ids and n != m:  # otherwise row i matches column i
-            image_ids, text_ids = _ids_of(n, m)
+            if m % n:  # embeddings may have been taken for scores
+                needed = (
+                    f"needed for {n} images and {m} texts, which is not a whole number of texts"
+                )
+                raise ValueError(
+                    f"image_ids, text_ids: {needed} per image (images are the rows)"
+                    f"{if_transposed(n, m)}; {EMBEDDINGS}"
+                )
+            warn_of_guess(n, m)
+            image_ids, text_ids = default_ids(n, m)
     elif image_ids is None:
         n, m = matrix.shape
         numbers = as_integers("text_ids", text_ids, m)
@@ -144,37 +153,26 @@ def with_ids(
 
 def _with_own_ids(name: str, sim: Similarity, by_ids: bool) -> Similarity:
     """Return :func:`with_ids` of a Similarity."""
-    check_whole(name, sim)
+    if sim.share is not None:
+        raise ValueError(
+            f"{name}: expected all images and texts, got this process's part of a shared batch; "
+            "itrloss.distributed.gather(images) returns those of all processes, and so for texts "
+            "and ids: evaluate itrloss.Similarity(images, texts, ...) of them in one process"
+        )
     if by_ids and (sim.has_weights or not all_others_are_wrong(sim)):
         expected = "expected neither groups nor weights or nan in matches"
         raise ValueError(f"{name}: {expected}; relevant=... takes grades of pairs")
-    if by_ids:
-        _check_ids_of_one_side(sim)
     sim.check_finite()
     warn_of_one_side(sim)
-    return (folded(sim) if by_ids else sim).detach()
-
-
-def _ids_of(n: int, m: int) -> tuple[Tensor, Tensor]:
-    """Return :func:`default_ids` of scores, which embeddings may have been taken for."""
-    if m % n:
-        needed = f"needed for {n} images and {m} texts, which is not a whole number of texts"
-        raise ValueError(
-            f"image_ids, text_ids: {needed} per image (images are the rows)"
-            f"{if_transposed(n, m)}; {EMBEDDINGS}"
-        )
-    warn_of_guess(n, m)
-    return default_ids(n, m)
-
-
-def _check_ids_of_one_side(sim: Similarity) -> None:
-    """Raise a ValueError if one side alone has ids, and they are no numbers of the other."""
+    if not by_ids:
+        return sim.detach()
     image_ids, text_ids = sim.ids
     n, m = sim.shape
     if image_ids is None and text_ids is not None:
         check_numbers("text_ids", text_ids, "image", n)
     if text_ids is None and image_ids is not None:  # in the transpose of texts with images
         check_numbers("image_ids", image_ids, "text", m)
+    return folded(sim).detach()
 
 
 def check_numbers(name: str, ids: Tensor, other: str, count: int) -> None:
@@ -186,16 +184,6 @@ def check_numbers(name: str, ids: Tensor, other: str, count: int) -> None:
         expected = f"numbers of the {count} {other}s, from 0 to {count - 1}"
         got = f"{int(numbers.amin())} to {int(numbers.amax())}"
         raise ValueError(f"{name}: expected {expected}, got {got}; other ids need {other}_ids")
-
-
-def check_whole(name: str, sim: Similarity) -> None:
-    """Raise a ValueError for one process's part of a batch that several share."""
-    if sim.share is not None:
-        raise ValueError(
-            f"{name}: expected all images and texts, got this process's part of a shared batch; "
-            "itrloss.distributed.gather(images) returns those of all processes, and so for texts "
-            "and ids: evaluate itrloss.Similarity(images, texts, ...) of them in one process"
-        )
 
 
 def has_no_ids(sim: Similarity) -> bool:
