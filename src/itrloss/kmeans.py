@@ -134,7 +134,7 @@ class OnlineKMeans(CheckedModule):
         if world_size(process_group) == 1:
             parts = [self._points(x, empty=True)]
         else:
-            same = f"{self.extra_repr()}, centroids {digest(self.centroids)}"
+            same = f"{self.extra_repr()}; centroids {digest(self.centroids)}"
             (parts,) = gather_parts(lambda: [self._points(x, empty=True)], process_group, same)
         points = torch.cat(parts)
         if len(points) == 0:

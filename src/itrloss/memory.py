@@ -148,7 +148,7 @@ class CoupledMemory(CheckedModule):
 
         dtype = str(self.images.dtype).removeprefix("torch.")
         same = (
-            f"memory ({self.size}, {self.dim}) of {dtype}, entries so far {digest(self.enqueued)}, "
+            f"memory ({self.size}, {self.dim}) of {dtype}; entries so far {digest(self.enqueued)}; "
             f"ids of strings {_are_names(ids)}"
         )
         parts = gather_parts(checked, process_group, same)

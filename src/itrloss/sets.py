@@ -297,7 +297,7 @@ def set_similarity(  # noqa: PLR0913 - options by keyword
         return rows, cols
 
     if is_shared:
-        said = f"aggregation {aggregation!r}, alpha {alpha}, normalize {normalize}"
+        said = f"aggregation {aggregation!r}; alpha {alpha}; normalize {normalize}"
         rows, cols = _with_texts_of_all(checked, said, process_group)
     else:
         rows, cols = checked()
@@ -381,8 +381,8 @@ def _with_texts_of_all(
     else:
         with consensus(group) as agreed:
             rows, cols = check()
-            kind = f"{cols.x.dtype}, dimension {cols.x.shape[2]}, gradient {is_trained(cols.x)}"
-            agreed.text = f"{said}, {kind}"
+            kind = f"{cols.x.dtype}; dimension {cols.x.shape[2]}; gradient {is_trained(cols.x)}"
+            agreed.text = f"{said}; {kind}"
             agreed.numbers = [len(cols.x), cols.size, int(cols.exists is not None)]
         every = agreed.every
     numbers = [own[0] for own in every]

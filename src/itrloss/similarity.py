@@ -204,7 +204,7 @@ class Similarity(Anchors):
         if isinstance(bias, (tuple, list)):
             bias = tuple(map(checks.from_numpy, bias))
         names = options.pop("names", checks.ROWS_AND_COLUMNS)
-        related = options.pop("related", None)
+        related = options.pop("related", None) or Related()
         finite = options.get("check_finite", False)
         part = LocalBatch((rows, cols), (row_ids, col_ids), bias, related, names, finite)
         known, sizes = agreed(part, process_group, same, options)
@@ -247,7 +247,7 @@ class Similarity(Anchors):
                 same()
             return cls.from_scores(scores, row_ids, col_ids, **options)
         names = options.pop("names", checks.ROWS_AND_COLUMNS)
-        related = options.pop("related", None)
+        related = options.pop("related", None) or Related()
         finite = options.get("check_finite", False)
         scores = checks.from_numpy(scores)
         part = LocalBatch((scores,), (row_ids, col_ids), None, related, names, finite)

@@ -512,8 +512,8 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
     ),
     "words as ids": (
         lambda odd: pair(gather=True)(*pairs(), *[words if odd else ids] * 2),
-        "of strings [False, False]",
-        "of strings [True, True]",
+        "of strings [False, False, False, False]",
+        "of strings [True, True, False, False]",
     ),
     "autocast": (
         lambda odd: under_autocast(odd, lambda: pair(gather=True)(*pairs())),
@@ -522,8 +522,8 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
     ),
     "gradient of a bias": (
         lambda odd: itrloss.Similarity.sharded(*pairs(), bias=(None, sample(4, trained=not odd))),
-        "biases ['none', 'gradient True",
-        "biases ['none', 'gradient False",
+        "biases [None, 'gradient True",
+        "biases [None, 'gradient False",
     ),
     "gradient of a variance": (
         lambda odd: itrloss.PCMEPlusPlusLoss(gather=True, learnable=False)(
@@ -544,8 +544,8 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
     ),
     "groups": (
         lambda odd: pair(gather=True)(*pairs(), image_groups=None if odd else ids),
-        "with groups",
-        "without",
+        "groups True",
+        "groups False",
     ),
     "words as groups": (
         lambda odd: pair(gather=True)(*pairs(), image_groups=words if odd else ids),
@@ -559,8 +559,8 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
     ),
     "type of matches": (
         lambda odd: pair(gather=True)(*pairs(), matches=torch.ones(4, 12, dtype=floats[odd])),
-        "with matches of torch.float32",
-        "with matches of torch.float64",
+        "matches torch.float32",
+        "matches torch.float64",
     ),
     "rule of groups": (
         lambda odd: itrloss.Similarity.sharded(

@@ -42,20 +42,6 @@ class LocalIds(NamedTuple):
     targets: Tensor | None = None  # (N_r,) numbers of columns, in place of ids
     targets_among_all: bool = False  # whether they number the columns of all processes
 
-    def described(self) -> str:
-        """Return what has to be alike in all processes, in words."""
-        labels = [None if x is None or x.dim() == 1 else x.shape[1] for x in self.ids]
-        words = f"ids {[x is not None for x in self.ids]}"
-        if labels != [None, None]:
-            words = f"{words}, numbers of labels {labels}"
-        if self.groups is not None:
-            words = f"{words}, with groups of rule {self.rule}, of one set {self.one_set}"
-        if self.matches is not None:
-            words = f"{words}, with matches of {self.matches.dtype}"
-        if self.targets is not None:
-            words = f"{words}, with targets"
-        return words
-
 
 class LocalBatch(NamedTuple):
     """A process's part of a batch: embeddings of rows and columns, or its rows of scores."""
@@ -63,7 +49,7 @@ class LocalBatch(NamedTuple):
     tensors: tuple[Tensor, ...]  # (N_r, D) and (M_r, D), or (N_r, M) scores
     ids: PassedIds  # of own rows and columns
     bias: Bias | None
-    related: Related | None
+    related: Related
     names: checks.Names
     check_finite: bool
 
@@ -73,8 +59,7 @@ class LocalBatch(NamedTuple):
         n = len(self.tensors[0])
         if len(self.tensors) > 1:
             return n, len(self.tensors[1])
-        groups = None if self.related is None else self.related.groups[1]
-        for of_columns in (self.ids[1], groups):
+        for of_columns in (self.ids[1], self.related.groups[1]):
             if of_columns is not None:
                 return n, len(of_columns)
         return n, n
@@ -84,17 +69,15 @@ class LocalBatch(NamedTuple):
         self._check_tensors()
         device = self.tensors[0].device
         related = self.related
-        if related is not None and related.matches is not None:
-            return self._by_matches(related)
+        if related.matches is not None:
+            return self._by_matches(related.matches)
         n, m = self.sizes
-        if related is not None and related.targets is not None:
+        if related.targets is not None:
             are_scores = len(self.tensors) == 1
             shape = (n, self.tensors[0].shape[1] if are_scores else m)
             targets = ids_by_targets(related, shape, self.ids, device)
             return LocalIds((None, None), targets=targets, targets_among_all=are_scores)
         ids = labels_of((n, m), self.ids, device, self.names)
-        if related is None:
-            return LocalIds(ids)
         groups = groups_of((n, m), related, device, self.names)
         return LocalIds(ids, groups, related.rule, one_set=related.one_set)
 
@@ -107,43 +90,43 @@ class LocalBatch(NamedTuple):
             checks.check_embeddings(rows, cols, self.check_finite, self.names, empty=True)
         checks.check_biases(self.bias, *self.sizes, self.check_finite)
 
-    def _by_matches(self, related: Related) -> LocalIds:
+    def _by_matches(self, matches: Tensor) -> LocalIds:
         """Return who matches by a matrix (N_r, M), with the columns of all processes."""
-        matches = related.matches
         n, m = self.sizes
         columns = matches.shape[-1] if isinstance(matches, Tensor) else m
-        check_matches(related, (n, columns), self.ids, self.names, self.tensors[0].device)
-        assert matches is not None
+        check_matches(self.related, (n, columns), self.ids, self.names, self.tensors[0].device)
         if not matches.is_floating_point():
             matches = matches.float()  # which has a nan, for padding
         return LocalIds((None, None), matches=matches, has_weights=weights_of(matches))
 
     def widths(self) -> tuple[int, int]:
         """Return how many columns a matrix of matches and one of scores have; -1 for none."""
-        of_matches = -1
-        if self.related is not None and self.related.matches is not None:
-            of_matches = self.related.matches.shape[1]
+        matches = self.related.matches
+        of_matches = -1 if matches is None else matches.shape[1]
         of_scores = self.tensors[0].shape[1] if len(self.tensors) == 1 else -1
         return of_matches, of_scores
 
     def described(self, known: LocalIds) -> str:
         """Return what has to be alike in the processes' parts of a batch, in words."""
-        trained = [is_trained(x) for x in self.tensors]
-        biases: list[str] = []
-        if self.bias is not None:
-            biases = ["none" if x is None else f"gradient {is_trained(x)}" for x in self.bias]
-        dtypes = ", ".join(described(x) for x in self.tensors[:2])
-        if len(self.tensors) == 1:
-            dtypes = f"scores {str(self.tensors[0].dtype).removeprefix('torch.')}"
-        labels: list[object] = [*self.ids]
-        if self.related is not None:
-            labels += self.related.groups
-        words = [x is not None and checks.are_strings(x) for x in labels]
-        rounding = autocast_dtype(self.tensors[0])
-        return (
-            f"{dtypes}, autocast {rounding}, gradients {trained}, {known.described()}, "
-            f"of strings {words}, biases {biases}"
-        )
+        kinds = ", ".join(described(x) for x in self.tensors)
+        if len(self.tensors) == 1:  # how many columns there are is said by `widths`
+            kinds = f"scores {str(self.tensors[0].dtype).removeprefix('torch.')}"
+        about = {
+            "autocast": autocast_dtype(self.tensors[0]),
+            "gradients": [is_trained(x) for x in self.tensors],
+            "ids": [x is not None for x in known.ids],
+            "numbers of labels": [None if x is None else x.shape[1:] for x in known.ids],
+            "of strings": [
+                x is not None and checks.are_strings(x) for x in (*self.ids, *self.related.groups)
+            ],
+            "groups": known.groups is not None,
+            "rule": known.rule,
+            "one set": known.one_set,
+            "matches": None if known.matches is None else known.matches.dtype,
+            "targets": known.targets is not None,
+            "biases": [None if x is None else f"gradient {is_trained(x)}" for x in self.bias or ()],
+        }
+        return "; ".join([kinds, *(f"{name} {value}" for name, value in about.items())])
 
 
 def agreed(
@@ -163,7 +146,7 @@ def agreed(
         also = same() if callable(same) else same
         known = part.checked()
         agreement.numbers = [*part.sizes, int(known.has_weights), *part.widths()]
-        agreement.text = f"{part.described(known)}, {options}; {also}"
+        agreement.text = f"{part.described(known)}; {options}; {also}"
     every = [numbers[:5] for numbers in agreement.every]
     if len(part.tensors) == 1 and (known.matches is not None or known.targets is not None):
         divide_columns(every)
