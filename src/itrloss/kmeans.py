@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import KW_ONLY
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from .anchors import Hardest
 from .checks import (
     CheckedModule,
+    KeepsDtypes,
     as_size,
     check_matrix,
     from_numpy,
@@ -28,7 +28,7 @@ _NEVER = 2**62
 _CLOSE = 1 - 1e-5  # a point with a higher cosine to its centroid never seeds a cluster
 
 
-class OnlineKMeans(CheckedModule):
+class OnlineKMeans(KeepsDtypes, CheckedModule):
     r"""Mini-batch spherical k-means (Sculley, WWW 2010; Dhillon & Modha, 2001) with centroids that
     persist.
 
@@ -270,14 +270,6 @@ class OnlineKMeans(CheckedModule):
         moved = new.any(1, keepdim=True) & (sizes > 0)[:, None]
         self.centroids.index_copy_(0, which, torch.where(moved, new, old))
         self.counts.index_copy_(0, which, counts + sizes)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: bool, **kwargs: bool) -> OnlineKMeans:
-        """Move the module between devices; centroids keep their dtype."""
-        before = self.centroids
-        super()._apply(fn, *args, **kwargs)
-        if self.centroids.dtype != before.dtype:
-            self.centroids = before.to(self.centroids.device)
-        return self
 
 
 def _not_zero(x: Tensor) -> Tensor:

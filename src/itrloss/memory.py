@@ -16,6 +16,7 @@ from .anchors import Anchors, AnchorSide
 from .checks import (
     CheckedModule,
     IdsLike,
+    KeepsDtypes,
     WholeState,
     check_alike,
     check_embeddings,
@@ -664,7 +665,7 @@ def keys_like(vectors: Embeddings, keys: Tensor, engine: str, is_unit: bool = Fa
     return found
 
 
-class FloatAverages(WholeState):
+class FloatAverages(KeepsDtypes, WholeState):
     """The float32 averages of those tensors of a module that are float16 or bfloat16.
 
     Half precision would round the small steps of an average away. A state without them loads, too.
@@ -692,16 +693,6 @@ class FloatAverages(WholeState):
         average.copy_(torch.where(average.to(own.dtype) == own, average, start))
         average.lerp_(new.float(), weight)
         own.copy_(average)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: bool, **kwargs: bool) -> FloatAverages:
-        """Move the averages between devices; they stay float32."""
-        before = dict(self._buffers)
-        super()._apply(fn, *args, **kwargs)
-        for place, x in before.items():
-            moved = self._buffers[place]
-            if x is not None and moved is not None and moved.dtype != x.dtype:
-                self.register_buffer(place, x.to(moved.device))
-        return self
 
     def may_differ(self, name: str) -> bool:
         """Return True, for any average: the tensors themselves are in the encoder's state."""
@@ -774,8 +765,7 @@ class MomentumEncoder(CheckedModule):
         self.averages_buffers = buffers == "average"
         self.mode = training
         self.averages = FloatAverages()
-        self.averages.follow(self._averaged(self.module))
-        self.register_load_state_dict_post_hook(find_averages)
+        self.averages.follow(self._averaged())
         self.train()
 
     def train(self, mode: bool = True) -> MomentumEncoder:
@@ -786,14 +776,11 @@ class MomentumEncoder(CheckedModule):
     def update(self, encoder: nn.Module) -> None:
         """Move the averaged parameters towards the encoder's, which may be wrapped, as by DDP."""
         self._check_alike(encoder)
-        for own, new in zip(self.module.buffers(), encoder.buffers(), strict=True):
-            if not self.averages_buffers or not (own.is_floating_point() or own.is_complex()):
+        self.averages.follow(self._averaged())  # the module may have been cast alone
+        for (name, own), (_, new) in zip(tensors_of(self.module), tensors_of(encoder), strict=True):
+            if not self._averages(own):
                 own.copy_(new)
-        mine = self._averaged(self.module)
-        self.averages.follow(mine)  # the module may have been cast alone
-        pairs = zip(mine.items(), self._averaged(encoder).values(), strict=True)
-        for (name, own), new in pairs:
-            if own.dtype in HALF:
+            elif own.dtype in HALF:
                 self.averages.move(name, own, new, 1 - self.momentum)
             else:
                 own.copy_(own.lerp(new.to(own.dtype), 1 - self.momentum))
@@ -802,27 +789,27 @@ class MomentumEncoder(CheckedModule):
         """Raise an error unless an encoder has the parameters and buffers of the module."""
         if not isinstance(encoder, nn.Module):
             raise TypeError(f"encoder: expected a module, got {type(encoder).__name__}")
-        for own, new in zip_longest(names_and_shapes(self.module), names_and_shapes(encoder)):
-            if own is None or new is None or own.shape != new.shape:
-                expected = "nothing more" if own is None else str(own)
-                got = "nothing" if new is None else str(new)
-                raise ValueError(f"encoder: expected {expected}, as in the key encoder, got {got}")
+        for own, new in zip_longest(tensors_of(self.module), tensors_of(encoder)):
+            if own is None or new is None or own[1].shape != new[1].shape:
+                expected = f"{in_words(own)}, as in the key encoder"
+                raise ValueError(f"encoder: expected {expected}, got {in_words(new)}")
 
-    def _averaged(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the tensors of a module that are averaged, by name."""
-        tensors: dict[str, Tensor] = dict(module.named_parameters())
-        if self.averages_buffers:
-            for name, x in module.named_buffers():
-                if x.is_floating_point() or x.is_complex():
-                    tensors[name] = x
-        return tensors
+    def _averages(self, x: Tensor) -> bool:
+        """Return whether a parameter or a buffer of the module is averaged."""
+        if isinstance(x, nn.Parameter):
+            return True
+        return self.averages_buffers and (x.is_floating_point() or x.is_complex())
+
+    def _averaged(self) -> dict[str, Tensor]:
+        """Return the tensors of the module that are averaged, by name."""
+        return {name: x for name, x in tensors_of(self.module) if self._averages(x)}
 
     def _apply(
         self, fn: Callable[[Tensor], Tensor], *args: bool, **kwargs: bool
     ) -> MomentumEncoder:
         """Move or cast the module; what is then in half precision gets a float32 average."""
         super()._apply(fn, *args, **kwargs)
-        self.averages.follow(self._averaged(self.module))
+        self.averages.follow(self._averaged())
         return self
 
     @torch.no_grad()
@@ -831,25 +818,17 @@ class MomentumEncoder(CheckedModule):
         return self.module(*args, **kwargs)
 
 
-class NamedShape(NamedTuple):
-    """The name and the shape of a parameter or a buffer."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name} of shape {self.shape}"
-
-
-def names_and_shapes(module: nn.Module) -> list[NamedShape]:
-    """Return the names and shapes of a module's parameters and buffers, in their order.
+def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the names of a module's parameters and buffers, and these, in their order.
 
     A module inside of another that wraps it has other names.
     """
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return [NamedShape(name, tuple(x.shape)) for name, x in tensors]
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
-def find_averages(encoder: MomentumEncoder, _: object) -> None:
-    """Hold averages of what is in half precision after a load, which may have changed it."""
-    encoder.averages.follow(encoder._averaged(encoder.module))
+def in_words(tensor: tuple[str, Tensor] | None) -> str:
+    """Return the name and the shape of a parameter or a buffer."""
+    if tensor is None:
+        return "nothing"
+    name, x = tensor
+    return f"{name} of shape {tuple(x.shape)}"

@@ -37,7 +37,16 @@ from .ids import (
     if_transposed,
     no_default_pairing,
 )
-from .options import CheckedModule, Learnt, Option, Options, WholeState, is_sharded, option
+from .options import (
+    CheckedModule,
+    KeepsDtypes,
+    Learnt,
+    Option,
+    Options,
+    WholeState,
+    is_sharded,
+    option,
+)
 from .values import (
     as_number,
     as_size,

@@ -430,6 +430,21 @@ class WholeState(nn.Module):
         return key.startswith(prefix) and self.may_differ(key.removeprefix(prefix))
 
 
+class KeepsDtypes(nn.Module):
+    """A module whose own buffers keep their dtype when it is cast: running means and averages would
+    lose small steps in half precision.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: bool, **kwargs: bool) -> KeepsDtypes:
+        buffers = dict(self._buffers)
+        super()._apply(fn, *args, **kwargs)
+        for name, before in buffers.items():
+            moved = self._buffers[name]
+            if before is not None and moved is not None and moved.dtype != before.dtype:
+                self._buffers[name] = before.to(moved.device)
+        return self
+
+
 class CheckedModule(Options, WholeState):
     """A module whose options are checked whenever they are set, and may be learnt."""
 

@@ -16,6 +16,7 @@ from ..checks import (
     IMAGES_AND_TEXTS,
     CheckedModule,
     IdsLike,
+    KeepsDtypes,
     as_mask,
     as_size,
     check_embeddings,
@@ -216,7 +217,7 @@ class DynamicOrthogonalLoss(Loss):
         return self._of_samples((residuals, gate), reduced)
 
 
-class DynamicGate(CheckedModule):
+class DynamicGate(KeepsDtypes, CheckedModule):
     r"""The gate that selects which heads of an image take part in the orthogonal constraint (DVSE
     Eq. 3).
 
@@ -335,16 +336,6 @@ class DynamicGate(CheckedModule):
         first = (self.batches == 0).to(running.dtype)
         share = torch.lerp(torch.full_like(first, self.momentum), torch.ones_like(first), first)
         running.lerp_(mean.to(running.dtype), share * finite.any())
-
-    def _apply(self, fn: Any, *args: bool, **kwargs: bool) -> DynamicGate:
-        """Move the module between devices; running means keep their dtype, as half precision would
-        lose small steps.
-        """
-        before = self.centre, self.on_rate
-        super()._apply(fn, *args, **kwargs)
-        if self.centre.dtype != before[0].dtype:
-            self.centre, self.on_rate = (x.to(self.centre.device) for x in before)
-        return self
 
     def extra_repr(self) -> str:
         """Return the dimension, the number of heads and the momentum, for ``repr``."""
