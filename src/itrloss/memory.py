@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ from .engine.matrix import (
     memory_matrix,
 )
 from .engine.related import PassedIds, UnknownRelation, relation_of
-from .engine.relation import IGNORE_ID, Relation, are_sets, as_sets
+from .engine.relation import IGNORE_ID, Relation, are_sets
 from .engine.step import NO_COLUMNS, Layout, Place, Step, StepPart
 from .engine.vectors import Embeddings, host_may_read, normalized
 from .similarity import SIDES, Directions, Engine, Similarity, as_directions
@@ -332,6 +333,7 @@ class MemorySimilarity(NamedTuple):
             words = f"{size}; types of memory and keys {types}"
             return words if same is None else f"{words}; {same()}"
 
+        sides = SIDES[directions]
         if gather and world_size(process_group) > 1:
             sim = Similarity.sharded(
                 *batch,
@@ -343,14 +345,26 @@ class MemorySimilarity(NamedTuple):
                 names=checks.IMAGES_AND_TEXTS,
             )
             constants = image_keys.detach(), text_keys.detach()
-            return several_processes(sim, constants, memory, engine, directions)
-        check_memory_input(batch, keys, ids, memory, check_finite, empty=False)
-        shape = len(images), len(texts)
-        relation = relation_of(shape, ids, None, images.device, checks.IMAGES_AND_TEXTS)
-        if isinstance(relation, UnknownRelation):
-            raise relation.error
-        constants = image_keys.detach(), text_keys.detach()
-        return one_process(batch, constants, memory, relation, engine, directions)
+            of_keys, entries = several_processes(sim, constants, memory, engine, sides)
+        else:
+            check_memory_input(batch, keys, ids, memory, check_finite, empty=False)
+            shape = len(images), len(texts)
+            relation = relation_of(shape, ids, None, images.device, checks.IMAGES_AND_TEXTS)
+            if isinstance(relation, UnknownRelation):
+                raise relation.error
+            constants = image_keys.detach(), text_keys.detach()
+            both = Embeddings(images), Embeddings(texts)
+            matrices, entries = one_process(both, constants, memory, relation, engine, sides)
+            whole, to_text_keys, to_image_keys = matrices
+            sim = Similarity.of_anchors(AnchorSide(whole, 0))
+            of_keys = [AnchorSide(to_text_keys, 0), AnchorSide(to_image_keys, 1)]
+        return cls(
+            sim,
+            sim.towards(directions),
+            Anchors(*[[of_keys[side]] for side in sides]),
+            Anchors(*[[side] for side in entries]),
+            directions,
+        )
 
 
 def check_memory_input(
@@ -384,143 +398,85 @@ def check_memory_input(
     check_alike("memory", memory.images, "images", images)
 
 
-def memory_similarity(
-    batch: Similarity,
-    keys: Sequence[AnchorSide],  # images with text keys, and texts with image keys
-    memory: Sequence[AnchorSide],  # of the directions' anchors, with the entries of the other side
-    directions: Directions,
-) -> MemorySimilarity:
-    """Return the similarities of the anchors of one direction, or of both."""
-    own_keys = Anchors(*[[keys[side]] for side in SIDES[directions]])
-    entries = Anchors(*[[side] for side in memory])
-    return MemorySimilarity(batch, batch.towards(directions), own_keys, entries, directions)
-
-
 def one_process(
-    batch: tuple[Tensor, Tensor],  # (N, D) images and (M, D) texts
+    batch: tuple[Embeddings, Embeddings],  # (N, D) images and (M, D) texts
     keys: tuple[Tensor, Tensor],  # of both
     memory: CoupledMemory,
     relation: Relation,  # of the batch
     engine: Engine,
-    directions: Directions,
-) -> MemorySimilarity:
-    """Return the similarities of a batch that this process has alone."""
-    both = Embeddings(batch[0]), Embeddings(batch[1])
-    like = both[0].x
-    n, m = relation.shape
-    sides = SIDES[directions]
-    sizes = n * m, sum([relation.shape[side] for side in sides]) * memory.size
-    engines = [choose_engine(engine, size, MEMORY_BUDGET, like) for size in sizes]
-    budget = 0 if engine == "tiled" else MEMORY_BUDGET
-    are_small = [is_small(*x, budget, both[0].dtype) for x in zip(engines, sizes, strict=True)]
-    table: StepPart | None = None
-    if are_small[0]:
-        parts = parts_of_step(both, keys, memory, sides if are_small[1] else (), relation)
-        matrices = matrices_of_step(both, parts, relation, engines[0])
-        table = parts.memory
-    else:
-        matrices = matrices_of_keys(both, keys, relation, engines[0], engine)
-    whole, to_text_keys, to_image_keys = matrices
-    of_keys = AnchorSide(to_text_keys, 0), AnchorSide(to_image_keys, 1)
+    sides: tuple[int, ...],  # that are anchors of the memory
+) -> tuple[list[Matrix], list[AnchorSide]]:
+    """Return the matrices of a batch that this process has alone: with itself, images with text
+    keys, image keys with texts; and the anchors of the memory.
+    """
+    images, texts = batch
     ids = ids_of_anchors(relation)
-    if table is None:
-        entries = sides_of_memory(both, memory, ids, sides, engine)
-    else:
-        entries = sides_of_table(both, memory, ids, sides, engines[1], table)
-    sim = Similarity.of_anchors(AnchorSide(whole, 0))
-    return memory_similarity(sim, of_keys, entries, directions)
+    chosen, is_small_batch = engine_for(math.prod(relation.shape), engine, images)
+    if not is_small_batch:
+        image_keys, text_keys = [keys_like(*x, chosen) for x in zip(batch, keys, strict=True)]
+        pairs = (images, texts), (images, text_keys), (image_keys, texts)
+        budget = budget_of(engine)
+        matrices = [large_matrix(*x, relation, chosen, budget) for x in pairs]
+        return matrices, sides_of_memory(batch, memory, ids, sides, engine)
+    anchors = sum([relation.shape[side] for side in sides])
+    of_memory, is_small_memory = engine_for(anchors * memory.size, engine, images)
+    if not is_small_memory:
+        matrices, _ = matrices_of_step(batch, keys, memory, (), relation, chosen)
+        return matrices, sides_of_memory(batch, memory, ids, sides, engine)
+    matrices, table = matrices_of_step(batch, keys, memory, sides, relation, chosen)
+    return matrices, sides_of_table(batch, memory, ids, sides, of_memory, table)
 
 
-class StepParts(NamedTuple):
-    """The small matrices of a step with a memory, whose vectors go through one node."""
-
-    batch: StepPart  # images with texts
-    text_keys: StepPart  # images with text keys
-    image_keys: StepPart  # image keys with texts
-    memory: StepPart | None  # images with a memory's texts, and then texts with its images
+def budget_of(engine: Engine) -> int:
+    """Return the bytes of scores that a matrix may keep."""
+    return 0 if engine == "tiled" else MEMORY_BUDGET
 
 
-def parts_of_step(
+def engine_for(numel: int, engine: Engine, like: Embeddings) -> tuple[str, bool]:
+    """Return the engine for so many scores, and whether they are kept in the graph of a step."""
+    chosen = choose_engine(engine, numel, MEMORY_BUDGET, like.x)
+    return chosen, is_small(chosen, numel, budget_of(engine), like.dtype)
+
+
+def matrices_of_step(
     batch: tuple[Embeddings, Embeddings],
     keys: tuple[Tensor, Tensor],
     memory: CoupledMemory,
     sides: tuple[int, ...],  # whose scores with the memory are small, too
     relation: Relation,  # of the batch
-) -> StepParts:
-    """Return the small matrices of a step."""
+    engine: str,
+) -> tuple[list[Matrix], StepPart]:
+    """Return the small matrices of :func:`one_process`, whose vectors go through one node, and the
+    scores of some sides with the memory, one above the other.
+    """
     images, texts = batch
     image_keys, text_keys = keys
-    # Of keys, the pairs are needed. Where the host may not read which, all scores are visited.
-    scores_keys = not relation.one_to_one and not host_may_read(images.x)
-    layout, of_keys = layout_of_step(relation, sides, scores_keys)
-    banks = memory.texts, memory.images
-    constants = [None, *[banks[side] for side in sides]]
-    constants += [None for _ in layout.places[len(constants) :]]
-    step = Step(layout, constants, (images.target, texts.target, text_keys, image_keys))
-    parts = []
-    for k, place in enumerate(of_keys):
-        numbers = (1 + len(sides) + k,) if scores_keys else ()
-        parts.append(StepPart(step, numbers, *place, k if layout.diagonals else None))
-    table: StepPart | None = None
-    if sides:
-        table = StepPart(step, tuple(range(1, 1 + len(sides))), slice(0, 0), NO_COLUMNS)
-    return StepParts(StepPart(step, (0,), *layout.places[0]), parts[0], parts[1], table)
-
-
-def layout_of_step(
-    relation: Relation, sides: tuple[int, ...], scores_keys: bool
-) -> tuple[Layout, tuple[Place, Place]]:
-    """Return where the images, the texts, the text keys and the image keys are in a step, and what
-    of them is multiplied; and where the images with text keys, and the image keys with texts are.
-    """
     n, m = relation.shape
     of_images, of_texts, of_text_keys, of_image_keys = consecutive(n, m, m, n)
     own = of_images, of_texts
     of_keys = (of_images, of_text_keys), (of_image_keys, of_texts)
     places: list[Place] = [own, *[(own[side], NO_COLUMNS) for side in sides]]
+    constants = [None, *[(memory.texts, memory.images)[side] for side in sides]]
+    first = len(places)
+    # Of keys, the pairs are needed. Where the host may not read which, all scores are visited.
+    scores_keys = not relation.one_to_one and not host_may_read(images.x)
     if scores_keys:
         places += of_keys
-    return Layout(n + m, True, tuple(places), of_keys if relation.one_to_one else ()), of_keys
-
-
-def matrices_of_step(
-    batch: tuple[Embeddings, Embeddings], parts: StepParts, relation: Relation, engine: str
-) -> list[Matrix]:
-    """Return the matrices of a step: of the batch, images with text keys, image keys with texts."""
-    matrices = [Matrix(relation, engine, batch[0], vectors=batch, part=parts.batch)]
-    for own, part in zip(batch, (parts.text_keys, parts.image_keys), strict=True):
-        matrices.append(Matrix(relation, engine, own, part=part))
-    return matrices
+        constants += [None, None]
+    diagonals = of_keys if relation.one_to_one else ()
+    layout = Layout(n + m, True, tuple(places), diagonals)
+    step = Step(layout, constants, (images.target, texts.target, text_keys, image_keys))
+    part = StepPart(step, (0,), *own)
+    matrices = [Matrix(relation, engine, images, vectors=batch, part=part)]
+    for k, place in enumerate(of_keys):
+        part = StepPart(step, (first + k,) if scores_keys else (), *place, k if diagonals else None)
+        matrices.append(Matrix(relation, engine, batch[k], part=part))
+    return matrices, StepPart(step, tuple(range(1, first)), slice(0, 0), NO_COLUMNS)
 
 
 def consecutive(*sizes: int) -> list[slice]:
     """Return where parts of these sizes are, one after the other."""
-    parts = []
-    stop = 0
-    for size in sizes:
-        parts.append(slice(stop, stop + size))
-        stop += size
-    return parts
-
-
-def matrices_of_keys(
-    batch: tuple[Embeddings, Embeddings],
-    keys: tuple[Tensor, Tensor],
-    relation: Relation,
-    chosen: str,
-    engine: Engine,
-) -> list[Matrix]:
-    """Return the large matrices of a batch: with itself, images with text keys, image keys with
-    texts.
-    """
-    images, texts = batch
-    image_keys = keys_like(images, keys[0], chosen)
-    text_keys = keys_like(texts, keys[1], chosen)
-    budget = 0 if engine == "tiled" else MEMORY_BUDGET
-    matrices = []
-    for rows, cols in ((images, texts), (images, text_keys), (image_keys, texts)):
-        matrices.append(large_matrix(rows, cols, relation, chosen, budget))
-    return matrices
+    return [slice(stop - size, stop) for stop, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def ids_of_anchors(relation: Relation) -> tuple[Tensor, Tensor]:
@@ -567,24 +523,22 @@ def sides_of_memory(
     """Return the anchors of some sides, with the entries of the other side as candidates."""
     numel = max([len(x) for x in batch]) * memory.size
     chosen = choose_engine(engine, numel, MEMORY_BUDGET, batch[0].x)
-    budget = 0 if engine == "tiled" else MEMORY_BUDGET
     relations = relations_to_entries(ids, memory)
     banks = memory.texts, memory.images
     found = []
     for side in sides:
         bank = keys_like(batch[side], banks[side], chosen, is_unit=True)
-        matrix = memory_matrix(batch[side], bank, relations[side], chosen, budget)
+        matrix = memory_matrix(batch[side], bank, relations[side], chosen, budget_of(engine))
         found.append(AnchorSide(matrix, 0))
     return found
 
 
 def joined_ids(ids: Sequence[Tensor]) -> Tensor:
     """Return ids (A,), or sets of labels (A, k) of the width of the largest, of several sides."""
-    if all([x.dim() == 1 for x in ids]):
-        return torch.cat(list(ids))
-    sets = [as_sets(x) for x in ids]
-    width = max([x.shape[1] for x in sets])
-    return torch.cat([F.pad(x, (0, width - x.shape[1]), value=IGNORE_ID) for x in sets])
+    if ids[0].dim() == 2:
+        width = max([x.shape[1] for x in ids])
+        ids = [F.pad(x, (0, width - x.shape[1]), value=IGNORE_ID) for x in ids]
+    return torch.cat(list(ids))
 
 
 def relations_to_entries(
@@ -609,9 +563,11 @@ def several_processes(
     keys: tuple[Tensor, Tensor],
     memory: CoupledMemory,
     engine: Engine,
-    directions: Directions,
-) -> MemorySimilarity:
-    """Return this process's anchors of a batch that several share, with the keys of all."""
+    sides: tuple[int, ...],  # that are anchors of the memory
+) -> tuple[list[AnchorSide], list[AnchorSide]]:
+    """Return this process's anchors of a batch that several share, with the keys of all and with
+    the memory.
+    """
     share = batch.share
     assert share is not None and share.cols is not None
     processes = share.processes
@@ -623,33 +579,15 @@ def several_processes(
     image_keys = collectives.gather(padded(keys[0], n), processes.group)
     text_keys = collectives.gather(padded(keys[1], m), processes.group)
     to_images = Relation((m, len(all_image_ids)), (text_ids, all_image_ids), batch.device)
-    gathered = text_keys, image_keys
-    matrices = matrices_of_gathered(both, gathered, (batch.pairs, to_images), batch.engine, engine)
     of_keys = []
-    for matrix, size in zip(matrices, share.unpadded, strict=True):
-        of_keys.append(AnchorSide(matrix, 0, Share(processes, None, (size,))))
-    sides = SIDES[directions]
-    entries = []
-    alone = sides_of_memory(both, memory, (image_ids, text_ids), sides, engine)
-    for side, own in zip(sides, alone, strict=True):
-        entries.append(own._replace(share=Share(processes, None, (share.unpadded[side],))))
-    return memory_similarity(batch, of_keys, entries, directions)
-
-
-def matrices_of_gathered(
-    batch: tuple[Embeddings, Embeddings],  # of this process
-    keys: tuple[Tensor, Tensor],  # of all texts, and of all images
-    relations: tuple[Relation, Relation],
-    chosen: str,
-    engine: Engine,
-) -> list[Matrix]:
-    """Return the matrices of own images, and of own texts, with the keys of all processes."""
-    budget = 0 if engine == "tiled" else MEMORY_BUDGET
-    matrices = []
-    for own, others, relation in zip(batch, keys, relations, strict=True):
-        cols = keys_like(own, others, chosen)
-        matrices.append(Matrix.of_embeddings(own, cols, relation, chosen, budget))
-    return matrices
+    others = (text_keys, batch.pairs), (image_keys, to_images)
+    for side, (own, (of_all, relation)) in enumerate(zip(both, others, strict=True)):
+        cols = keys_like(own, of_all, batch.engine)
+        matrix = Matrix.of_embeddings(own, cols, relation, batch.engine, budget_of(engine))
+        of_keys.append(AnchorSide(matrix, 0, Share(processes, None, (share.unpadded[side],))))
+    entries = sides_of_memory(both, memory, (image_ids, text_ids), sides, engine)
+    shares = [of_keys[side].share for side in sides]
+    return of_keys, [own._replace(share=x) for own, x in zip(entries, shares, strict=True)]
 
 
 def keys_like(vectors: Embeddings, keys: Tensor, engine: str, is_unit: bool = False) -> Embeddings:
