@@ -146,7 +146,7 @@ class CoupledMemory(CheckedModule):
 
         def checked() -> list[Tensor]:
             """Return the keys, and ids if there are any; raise an error if they do not fit."""
-            return self._checked(image_keys, text_keys, ids, empty=True)
+            return self._checked(image_keys, text_keys, ids)
 
         dtype = str(self.images.dtype).removeprefix("torch.")
         same = (
@@ -167,19 +167,17 @@ class CoupledMemory(CheckedModule):
 
         It is for memories that processes do not share: each may then hold other entries.
         """
-        keys = self._checked(image_keys, text_keys, ids, empty=True)
+        keys = self._checked(image_keys, text_keys, ids)
         if len(keys[0]):
             self._store(*keys)
             self._named = _are_names(ids)
 
-    def _checked(
-        self, image_keys: Tensor, text_keys: Tensor, ids: IdsLike | None, empty: bool
-    ) -> list[Tensor]:
+    def _checked(self, image_keys: Tensor, text_keys: Tensor, ids: IdsLike | None) -> list[Tensor]:
         """Return the keys, and ids if there are any; raise an error if they do not fit."""
         image_keys = checks.from_numpy(image_keys)
         text_keys = checks.from_numpy(text_keys)
         for name, x in (("image_keys", image_keys), ("text_keys", text_keys)):
-            check_matrix(name, x, f"(B, {self.dim})", empty=empty)
+            check_matrix(name, x, f"(B, {self.dim})", empty=True)
             shape = image_keys.shape[0], self.dim
             if x.shape != shape:
                 hint = checks.repeated_rows("image_keys", len(image_keys), len(text_keys))
@@ -523,12 +521,14 @@ def sides_of_memory(
     """Return the anchors of some sides, with the entries of the other side as candidates."""
     numel = max([len(x) for x in batch]) * memory.size
     chosen = choose_engine(engine, numel, MEMORY_BUDGET, batch[0].x)
-    relations = relations_to_entries(ids, memory)
+    relation: Relation | None = None
     banks = memory.texts, memory.images
     found = []
     for side in sides:
+        if relation is None or ids[0] is not ids[1]:  # what is known of one side serves the other
+            relation = relation_to_entries(ids[side], memory)
         bank = keys_like(batch[side], banks[side], chosen, is_unit=True)
-        matrix = memory_matrix(batch[side], bank, relations[side], chosen, budget_of(engine))
+        matrix = memory_matrix(batch[side], bank, relation, chosen, budget_of(engine))
         found.append(AnchorSide(matrix, 0))
     return found
 
@@ -539,17 +539,6 @@ def joined_ids(ids: Sequence[Tensor]) -> Tensor:
         width = max([x.shape[1] for x in ids])
         ids = [F.pad(x, (0, width - x.shape[1]), value=IGNORE_ID) for x in ids]
     return torch.cat(list(ids))
-
-
-def relations_to_entries(
-    ids: tuple[Tensor, Tensor], memory: CoupledMemory
-) -> tuple[Relation, Relation]:
-    """Return which of a memory's entries match images, and which texts."""
-    image_ids, text_ids = ids
-    of_images = relation_to_entries(image_ids, memory)
-    if text_ids is image_ids:
-        return of_images, of_images
-    return of_images, relation_to_entries(text_ids, memory)
 
 
 def relation_to_entries(ids: Tensor, memory: CoupledMemory) -> Relation:
