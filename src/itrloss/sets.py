@@ -113,8 +113,6 @@ class _Pairs:
         first = heads[0]
         pairs = first.pairs
         self.sides = first, first.T
-        self.totals = first.totals
-        self.one_to_one = pairs.one_to_one
         self.negatives = [anchors.negative_counts for anchors in self.sides]
         #: The (A,) numbers of each anchor's candidates, which are positives or negatives.
         self.candidates = [
@@ -154,11 +152,6 @@ class _Pairs:
         ``mean`` and ``std`` (K, A) are of the negatives; the anchor's other positives are added to
         them.
         """
-        if self.one_to_one:
-            number = self.totals[1 - side] - 1
-            if number < 2:
-                return torch.ones_like(scores)
-            return 1 + std * (number / (number - 1)) ** 0.5
         others = self.at(self.candidates[side].to(scores), side) - 1  # (P,) of each pair's anchor
         centred = scores - self.at(mean, side)
         squares = std.square() * self.negatives[side] + self.sum(centred.square(), side)
