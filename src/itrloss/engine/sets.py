@@ -80,10 +80,7 @@ class Sets(NamedTuple):
 
         Elements that do not exist are zero, whatever they hold, and have no gradient.
         """
-        x = self.x
-        missing = self.missing()
-        if missing is not None:
-            x = x.masked_fill(missing.unsqueeze(-1), 0.0)
+        x = filled(self.x, self.missing(), 0.0, -1)
         return Sets(normalized(x, normalize), self.exists)
 
     def leaf(self, part: Any) -> Sets:
@@ -131,13 +128,18 @@ def products(rows: Sets, cols: Sets) -> Tensor:
 
 def of_existing(x: Tensor, rows: Sets, cols: Sets) -> Tensor:
     """Return values of pairs (..., N, M) with 0 where one of the sets is empty."""
-    empty_rows = rows.empty()
-    empty_cols = cols.empty()
-    if empty_rows is not None:
-        x = x.masked_fill(empty_rows.unsqueeze(-1), 0.0)
-    if empty_cols is not None:
-        x = x.masked_fill(empty_cols.unsqueeze(-2), 0.0)
-    return x
+    return filled(filled(x, rows.empty(), 0.0, -1), cols.empty(), 0.0, -2)
+
+
+def filled(x: Tensor, mask: Tensor | None, value: float, *dims: int) -> Tensor:
+    """Return ``x`` with a value where a mask is True, which gets further dimensions one by one;
+    None: nowhere.
+    """
+    if mask is None:
+        return x
+    for dim in dims:
+        mask = mask.unsqueeze(dim)
+    return x.masked_fill(mask, value)
 
 
 def plain_scores(rows: Sets, cols: Sets, form: Form) -> Tensor:
@@ -164,7 +166,6 @@ def winning(
     late_interaction``). Exponentials would take longer.
     """
     x = products(cols, rows)  # (..., m, L, n, K)
-    missing_rows = rows.missing()
     missing_cols = cols.missing()
     if missing_cols is not None:
         x.masked_fill_(missing_cols[..., None, None], lowest(x))
@@ -175,9 +176,7 @@ def winning(
         value, which = argmax_(x)
     else:
         value = x.amax(-3)
-    if missing_rows is not None:
-        fill = lowest(x) if form.name == "max" else 0.0
-        value = value.masked_fill(missing_rows.unsqueeze(-3), fill)
+    value = filled(value, rows.missing(), lowest(x) if form.name == "max" else 0.0, -3)
     if form.name == "max":
         value, best = value.max(-1, keepdim=True)
         if which is not None:
@@ -205,32 +204,15 @@ def smooth(
 ) -> Tensor:
     """Return the smooth scores (..., n, m) of sets."""
     z = products(Sets(rows.x * form.alpha), cols)  # (..., n, K, m, L)
-    missing_rows = rows.missing()
-    missing_cols = cols.missing()
-    if missing_cols is not None:
-        missing_cols = missing_cols.unsqueeze(-3)  # (..., 1, m, L)
-    missing_of_all = None if missing_cols is None else missing_cols.unsqueeze(-3)
-    of_rows = log_sum_exp(z, -1, missing_of_all)  # (..., n, K, m)
-    if missing_rows is not None:
-        of_rows = of_rows.masked_fill(missing_rows.unsqueeze(-1), 0.0)
-    total = of_rows.sum(-2) / form.alpha
+    of_rows = filled(z, cols.missing(), lowest(z), -3, -3).logsumexp(-1)  # (..., n, K, m)
+    total = filled(of_rows, rows.missing(), 0.0, -1).sum(-2) / form.alpha
     if form.name == "smooth_max_sum":
         return total
-    if missing_rows is not None:
-        missing_rows = missing_rows[..., None, None]
-    of_cols = log_sum_exp(z, -3, missing_rows)  # (..., n, m, L)
-    if missing_cols is not None:
-        of_cols = of_cols.masked_fill(missing_cols, 0.0)
+    of_cols = filled(z, rows.missing(), lowest(z), -1, -1).logsumexp(-3)  # (..., n, m, L)
+    total_of_cols = filled(of_cols, cols.missing(), 0.0, -3).sum(-1) / form.alpha
     mean_of_rows = total / rows.numbers_of_elements().unsqueeze(-1)
-    mean_of_cols = of_cols.sum(-1) / cols.numbers_of_elements().unsqueeze(-2)
-    return (mean_of_rows + mean_of_cols / form.alpha) / 2
-
-
-def log_sum_exp(z: Tensor, dim: int, missing: Tensor | None) -> Tensor:
-    """Return ``log(sum exp(z))`` over a dimension's existing elements."""
-    if missing is not None:
-        z = z.masked_fill(missing, lowest(z))
-    return z.logsumexp(dim)
+    mean_of_cols = total_of_cols / cols.numbers_of_elements().unsqueeze(-2)
+    return (mean_of_rows + mean_of_cols) / 2
 
 
 def lowest(x: Tensor) -> float:
