@@ -516,15 +516,6 @@ def join_moments_kernel(
 
 
 @triton.jit
-def _upstream(grad, axis, cols, AXIS: tl.constexpr, C: tl.constexpr):
-    """Return the gradients of an axis's sums; of both sides, where one evaluation serves them."""
-    g = _load(grad, axis, AXIS)
-    if C.SHARED and C.ROWS and C.COLS:
-        g += _load(grad, cols, 0)
-    return g
-
-
-@triton.jit
 def _slopes(
     total,  # (BLOCK_M, BLOCK_N) the gradient of the scores so far
     s,  # (BLOCK_M, BLOCK_N) scores
@@ -547,7 +538,9 @@ def _slopes(
     candidates = cols if AXIS == 1 else rows
     LAST: tl.constexpr = 1 if C.GRAD_SHIFT else 0
     value, slope = FORM(_affine(s, values, axis, AXIS, C))
-    g = _upstream(grad, axis, cols, AXIS, C)
+    g = _load(grad, axis, AXIS)
+    if C.SHARED and C.ROWS and C.COLS:  # one evaluation serves both sides
+        g += _load(grad, cols, 0)
     by_z = _within(slope * g, s, values, axis, AXIS, C)
     if C.TIMES_SCALE:
         total += by_z * _load(values.scale, axis, AXIS, C.SHARED)
@@ -660,15 +653,6 @@ def _number(value, i):
     return value.number if value.x is None else tl.load(value.x + i * value.stride)
 
 
-@triton.jit
-def _listed_gradient(pair, j, scale, listed, partners, dim, BLOCK_D: tl.constexpr):
-    """Return ``grad_p inv_i inv_j y_j`` of pair p, whose partner is j; ``scale``: inv_i."""
-    weight = tl.load(listed.grad + pair) * scale
-    if partners.inv is not None:
-        weight = weight * tl.load(partners.inv + j)
-    return weight * _vector(partners, j, dim, BLOCK_D)
-
-
 @triton.jit(do_not_specialize=["begin"])
 def project_kernel(
     own,  # Vectors x (N, dim)
@@ -699,13 +683,16 @@ def project_kernel(
     if grad is not None:
         g *= _number(grad, i)
     scale = 1.0 if own.inv is None else tl.load(own.inv + i)
-    if listed.start is not None:
-        for k in range(tl.load(listed.start + i), tl.load(listed.start + i + 1)):
-            pair = tl.load(listed.order + k)
-            j = tl.load(listed.other + pair)
-            g += _listed_gradient(pair, j, scale, listed, partners, dim, BLOCK_D)
-    elif listed.grad is not None:
-        g += _listed_gradient(i, i, scale, listed, partners, dim, BLOCK_D)
+    if listed.grad is not None:
+        first = i if listed.start is None else tl.load(listed.start + i)
+        end = i + 1 if listed.start is None else tl.load(listed.start + i + 1)
+        for k in range(first, end):
+            pair = k if listed.order is None else tl.load(listed.order + k)
+            j = pair if listed.other is None else tl.load(listed.other + pair)
+            weight = tl.load(listed.grad + pair) * scale
+            if partners.inv is not None:
+                weight = weight * tl.load(partners.inv + j)
+            g += weight * _vector(partners, j, dim, BLOCK_D)
     if own.inv is not None:
         u = x * scale
         g -= u * tl.sum(u * g, 0)

@@ -167,12 +167,12 @@ class Gradients(NamedTuple):
 
     rows: Tensor | None  # (N, D)
     cols: Tensor | None  # (M, D)
-    row_bias: Tensor | None  # (N,)
-    col_bias: Tensor | None  # (M,)
-    scores: Tensor | None  # (N, M)
-    scale: Tensor | None
-    shift: Tensor | None
-    params: tuple[Tensor | None, ...]
+    row_bias: Tensor | None = None  # (N,)
+    col_bias: Tensor | None = None  # (M,)
+    scores: Tensor | None = None  # (N, M)
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    params: tuple[Tensor | None, ...] = ()
 
 
 class EarlyGradients(NamedTuple):
@@ -371,8 +371,6 @@ class ScoreGradients:
             row_bias=self.row_bias,
             col_bias=self.col_bias,
             scores=self._whole_scores() if self.needs.scores else None,
-            scale=None,
-            shift=None,
             params=(None,) * len(self.needs.params),
         )
 

@@ -159,12 +159,9 @@ def gradients(
     return Gradients(
         rows=of_vectors.get(0),
         cols=of_vectors.get(1),
-        row_bias=None,
-        col_bias=None,
         scores=scores,
         scale=kernel.of_scale() if needs.scale else None,
         shift=kernel.of_shift() if needs.shift else None,
-        params=(),
     )
 
 
@@ -506,12 +503,8 @@ def completed_gradients(
     return Gradients(
         rows=of_sides.get(0),
         cols=of_sides.get(1),
-        row_bias=None,
-        col_bias=None,
-        scores=None,
         scale=scale,
         shift=None if early.shift is None else early.shift * grad,
-        params=(),
     )
 
 
@@ -697,20 +690,16 @@ class Workspace:
         self.dtype = dtype
         self.device = device
         self.space: Tensor | None = None
-        self.views: dict[tuple[int, int], Tensor] = {}  # by their shape
 
     def block(self, places: Places) -> Tensor:
         """Return the memory of a block (r, c)."""
         r, c = sizes(places)
-        if (r, c) not in self.views:
-            stride = -(-c // 64) * 64
-            if self.space is None:
-                self.space = torch.empty(r, stride, dtype=self.dtype, device=self.device)
-            view = self.space
-            if view.shape != (r, c):
-                view = view.as_strided((r, c), (stride, 1))
-            self.views[r, c] = view
-        return self.views[r, c]
+        stride = -(-c // 64) * 64
+        if self.space is None:
+            self.space = torch.empty(r, stride, dtype=self.dtype, device=self.device)
+        if self.space.shape == (r, c):
+            return self.space
+        return self.space.as_strided((r, c), (stride, 1))
 
 
 #: The results of a block's tiles (K, parts, anchors), for its rows and for its columns.
