@@ -28,7 +28,18 @@ def page(
 
     ``facts`` are what was computed, with what and when.
     """
-    blocks: list[Block] = [{"facts": facts}, *_table_blocks(comparison, table)]
+    blocks: list[Block] = [{"facts": facts}]
+    for frame in table.frames:
+        style = styled(frame, "html", "font-weight: bold").set_uuid(f"table{len(blocks)}")
+        blocks.append({"html": style.to_html(table_attributes='class="dataframe"')})
+    blocks += [{"note": note} for note in (*table.notes, *table.hints)]
+    compared = comparison.entries[1:]
+    if compared:
+        values = {"rows": [entry.changes["rsum"][:3] for entry in compared]}
+        label = "Change of the RSUM, with its interval"
+        titles = [entry.title for entry in compared]
+        chart = intervals(titles, values, label, "change of the RSUM, in points", zero=True)
+        blocks.append({"figures": [(chart, f"{label}.")]})
     if chosen is None:
         return render(title, blocks)
     first = comparison.entries[0].results
@@ -61,23 +72,6 @@ def hubness(
         f"The most popular {candidate} is in {most} lists; {never} of {len(counts[0]):,} are in "
         "none."
     )
-
-
-def _table_blocks(comparison: SystemComparison, table: Table) -> list[Block]:
-    """Return the frames of a table, its notes, and a chart of the changes of its rows."""
-    blocks: list[Block] = []
-    for frame in table.frames:
-        style = styled(frame, "html", "font-weight: bold").set_uuid(f"table{len(blocks)}")
-        blocks.append({"html": style.to_html(table_attributes='class="dataframe"')})
-    blocks += [{"note": note} for note in (*table.notes, *table.hints)]
-    compared = comparison.entries[1:]
-    if compared:
-        values = {"rows": [entry.changes["rsum"][:3] for entry in compared]}
-        label = "Change of the RSUM, with its interval"
-        names = [entry.title for entry in compared]
-        chart = intervals(names, values, label, "change of the RSUM, in points", zero=True)
-        blocks.append({"figures": [(chart, f"{label}.")]})
-    return blocks
 
 
 def _changes(

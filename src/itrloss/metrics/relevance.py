@@ -96,7 +96,15 @@ def judged(
         ones = torch.ones(len(images), dtype=torch.float64, device=sim.device)
         right = Judgements(images, texts, ones)
     else:
-        right = _right_pairs(relevant, sim)
+        pairs = as_judgements("relevant", relevant, sim.shape, sim.device)
+        if not bool((pairs.grades != 0).any()):
+            raise ValueError("relevant: expected pairs with a grade above 0, got none")
+        lowest = float(pairs.grades.amin())
+        if lowest < 0:
+            raise ValueError(f"relevant: expected grades of at least 0, got {lowest:g}")
+        rows, cols = existing(sim)
+        exist = torch.isin(pairs.images, rows) & torch.isin(pairs.texts, cols)
+        right = pairs.only(exist & (pairs.grades > 0))
     listed = None
     if exclude is not None:
         listed = _listed("exclude", exclude, sim)
@@ -111,19 +119,6 @@ def _without(pairs: Judgements, others: Judgements, count: int) -> Judgements:
     """Return the pairs that are none of the others; there are ``count`` texts."""
     numbers = pairs.images * count + pairs.texts
     return pairs.only(~torch.isin(numbers, others.images * count + others.texts))
-
-
-def _right_pairs(relevant: Pairs, sim: Similarity) -> Judgements:
-    """Return the pairs of images and texts that exist, and that are right by their grades."""
-    pairs = as_judgements("relevant", relevant, sim.shape, sim.device)
-    if not bool((pairs.grades != 0).any()):
-        raise ValueError("relevant: expected pairs with a grade above 0, got none")
-    lowest = float(pairs.grades.amin())
-    if lowest < 0:
-        raise ValueError(f"relevant: expected grades of at least 0, got {lowest:g}")
-    rows, cols = existing(sim)
-    exist = torch.isin(pairs.images, rows) & torch.isin(pairs.texts, cols)
-    return pairs.only(exist & (pairs.grades > 0))
 
 
 def _listed(name: str, pairs: Pairs, sim: Similarity) -> Judgements:
