@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -78,10 +79,17 @@ def exchange_device(group: ProcessGroup) -> torch.device | str | None:
 
 
 def what_differs(texts: Sequence[str]) -> list[str]:
-    """Return the parts, between semicolons, of each text that some other text does not have."""
-    split = [text.split("; ") for text in texts]
-    shared = set(split[0]).intersection(*split)
-    return ["; ".join(x for x in parts if x not in shared) or "nothing" for parts in split]
+    """Return the parts, between commas, semicolons and braces, in which texts are not all alike."""
+    split = [
+        re.split(r"(?:[,;] |[{}])(?![^\[(]*[\])])", text) for text in texts
+    ]  # lists stay whole
+    if len({len(parts) for parts in split}) > 1:
+        return list(texts)
+    kept: list[tuple[str, ...]] = []
+    for parts in zip(*split, strict=True):
+        if len(set(parts)) > 1:
+            kept.append(parts)
+    return [", ".join(x.strip() for x in parts) for parts in zip(*kept, strict=True)]
 
 
 def gather(x: Tensor, process_group: ProcessGroup = None) -> Tensor:
