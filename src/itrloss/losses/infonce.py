@@ -270,36 +270,26 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         among = self.image_image or self.text_text
         has_labels = passed.related is not None and passed.related.one_set
         has_targets = passed.related is not None and passed.related.targets is not None
-        # what does not go together, and what was expected in its place
-        refused = {
-            f"joint: expected False, or directions='both', got directions={directions!r}": (
-                self.joint and directions != "both"
-            ),
-            f"in_batch: expected True, or directions='image-text', got {directions!r}": (
-                not self.in_batch and directions != "image-text"
-            ),
-            "in_batch: expected True with image_image, text_text and joint": (
-                not self.in_batch and (among or self.joint)
-            ),
-            "in_batch: expected True, or negatives of the images, got none": (
-                not self.in_batch and further.negatives is None
-            ),
-            "relative: expected a margin with relative=True, got None": (
-                self.relative and self.margin is None
-            ),
-            "text_text: expected a margin with text_text='unfiltered', got None": (
-                self.text_text == "unfiltered" and self.margin is None
-            ),
-            "image_image, text_text, joint: expected False with labels": (
-                has_labels and (among or self.joint)
-            ),
-            "joint, negative_ids: expected False and None with targets, which number texts": (
-                has_targets and (self.joint or further.negative_ids is not None)
-            ),
-        }
-        for message, is_wrong in refused.items():
-            if is_wrong:
-                raise ValueError(message)
+        if self.joint and directions != "both":
+            expected = "expected False, or directions='both'"
+            raise ValueError(f"joint: {expected}, got directions={directions!r}")
+        if not self.in_batch and directions != "image-text":
+            raise ValueError(
+                f"in_batch: expected True, or directions='image-text', got {directions!r}"
+            )
+        if not self.in_batch and (among or self.joint):
+            raise ValueError("in_batch: expected True with image_image, text_text and joint")
+        if not self.in_batch and further.negatives is None:
+            raise ValueError("in_batch: expected True, or negatives of the images, got none")
+        if self.relative and self.margin is None:
+            raise ValueError("relative: expected a margin with relative=True, got None")
+        if self.text_text == "unfiltered" and self.margin is None:
+            raise ValueError("text_text: expected a margin with text_text='unfiltered', got None")
+        if has_labels and (among or self.joint):
+            raise ValueError("image_image, text_text, joint: expected False with labels")
+        if has_targets and (self.joint or further.negative_ids is not None):
+            expected = "expected False and None with targets, which number texts"
+            raise ValueError(f"joint, negative_ids: {expected}")
         return "without negatives, guide False"
 
     def _check_further(self, passed: Passed, further: Further) -> None:
