@@ -906,3 +906,15 @@ def test_a_warning_says_that_processes_do_not_exchange_gradients(tmp_path):
     message = "processes do not exchange the gradients of this encoder"
     expected = [[], [], [f"encoders[1]: {message}"], [f"encoders[0]: {message}"]]
     assert run(warnings_of_encoders, tmp_path) == [expected, expected]
+
+
+def test_an_input_with_a_graph_is_refused_where_each_chunk_would_go_back_through_it():
+    stem = nn.Linear(D, D).double()
+    x, y = torch.randn(2, N, D, dtype=torch.float64)
+    encoders = tower(D), tower(D)
+    loss = itrloss.InfoNCELoss()
+    with pytest.raises(ValueError, match=r"^inputs\[0\]: expected tensors without a graph"):
+        grad_cache_step(loss, encoders, (stem(x), y), 4)
+    assert stem.weight.grad is None
+    grad_cache_step(loss, encoders, (stem(x), y), N)
+    assert stem.weight.grad is not None

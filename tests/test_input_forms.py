@@ -366,3 +366,48 @@ SIZED = {
 @pytest.mark.parametrize("name", SIZED)
 def test_sizes_may_be_integers_of_any_type(name: str, kind):
     assert SIZED[name](kind) == SIZED[name](int)
+
+
+# --- strings and what does not exist --------------------------------------------------------------
+
+NO = itrloss.NO_ID
+LETTERS = {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5, "f": 6, NO: NO}
+OF_STRINGS = {
+    "ids": {"image_ids": ["a", "b", NO, "d", "a", NO], "text_ids": ["a", NO, "c", "d", "e", "f"]},
+    "sets": {
+        "image_ids": [["a", NO], ["b", "c"], ["d", NO], ["e", "a"], [NO, NO], ["f", NO]],
+        "text_ids": ["a", "b", "c", "d", "e", "f"],
+    },
+    "groups": {
+        "image_ids": list("abcdef"),
+        "text_ids": list("abcdef"),
+        "image_groups": ["a", NO, "a", "b", "b", "b"],
+    },
+    "negatives": {
+        "image_ids": list("abcdef"),
+        "text_ids": list("abcdef"),
+        "negatives": Y[:, None] + X[:, None],
+        "negative_ids": [["a"], [NO], ["c"], ["a"], [NO], ["b"]],
+    },
+}
+
+
+def as_numbers(ids):
+    if isinstance(ids, list):
+        return [as_numbers(x) for x in ids]
+    return ids if isinstance(ids, torch.Tensor) else LETTERS[ids]
+
+
+@pytest.mark.parametrize("name", OF_STRINGS)
+def test_what_does_not_exist_may_stand_among_strings(name):
+    given = OF_STRINGS[name]
+    loss = itrloss.InfoNCELoss()
+    numbers = {key: as_numbers(ids) for key, ids in given.items()}
+    assert torch.equal(loss(X, Y, **given), loss(X, Y, **numbers))
+
+
+def test_a_memory_takes_what_does_not_exist_among_strings():
+    memory = itrloss.CoupledMemory(6, 8)
+    memory.enqueue(X, Y, ["a", NO, "c", "d", NO, "f"])
+    assert (memory.ids == NO).tolist() == [False, True, False, False, True, False]
+    assert len(memory) == 4

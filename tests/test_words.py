@@ -187,7 +187,7 @@ def test_losses_of_scores_have_a_neutral_name():
     criterion = compat.adapt(itrloss.InfoNCELoss(), "scores")
     scores = F.normalize(Q, dim=1) @ F.normalize(D, dim=1).T
     torch.testing.assert_close(criterion(scores), itrloss.InfoNCELoss()(Q, D))
-    with pytest.raises(ValueError, match=r"^score_function: expected None, as 'scores' passes"):
+    with pytest.raises(ValueError, match=r"^score_function: expected None for 'scores'"):
         compat.adapt(itrloss.InfoNCELoss(), "scores", torch.matmul)
 
 

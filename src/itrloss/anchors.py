@@ -34,6 +34,7 @@ Limit = float | Tensor | None
 Reduction = Literal["mean", "sum", "none"]
 
 SAFE_EXPONENT = 60.0  # exp(±60), and long sums of it, neither overflow nor underflow in float32
+LOWEST_SUM = math.exp(-40)  # 1 / sum², of which a second derivative is made, does not overflow
 
 
 class MeanStd(NamedTuple):
@@ -469,7 +470,7 @@ class Anchors:
 
         Scores within [-1, 1] have exponents within the largest scale, and up to a scale of 60
         nothing can overflow or underflow. Beyond it, a sum underflows only if its best score is
-        below ``1 - 120 / scale``, which is looked for afterwards. The maximum of each anchor in
+        below ``1 - 100 / scale``, which is looked for afterwards. The maximum of each anchor in
         place of this one number would take a further pass over the scores: 0.200 for 0.167 s of HAL
         at 2048 x 512 (``python -m benchmarks --losses hal --shapes 2048x2048x512``, with and
         without). None for a tensor that the host cannot read without waiting for it.
@@ -496,15 +497,16 @@ class Anchors:
     def _may_have_underflown(self, total: Tensor, over: Over) -> bool:
         """Return whether the sum of an anchor with candidates, of any process, underflowed."""
         lowest = float(total.amin())
-        # All processes have to take the same path.
-        if not self._complete and (lowest == 0 or self.exchange is not None):
+        # All processes have to take the same path. Of unknown pairs, all are candidates.
+        is_known = all(block.matrix.relation.is_known for block in self._blocks)
+        if is_known and not self._complete and (lowest == 0 or self.exchange is not None):
             count = self.counts(positive=over == "positives")
             if over == "all":
                 count = count + self.counts(positive=True)
             lowest = float(total.masked_fill(count == 0, math.inf).amin())
         if self.exchange is not None:
             lowest = -self.exchange.processes.largest(-lowest)
-        return lowest < math.exp(-SAFE_EXPONENT)
+        return lowest < LOWEST_SUM
 
     def _logsumexp_of_positives(self, scale: Value) -> Tensor:
         """Return :meth:`logsumexp` over positives."""

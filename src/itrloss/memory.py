@@ -129,7 +129,9 @@ class CoupledMemory(CheckedModule):
     ) -> None:
         """Store a batch of pairs in place of the oldest entries.
 
-        If several processes share the memory, it stores the batches of all of them, by rank.
+        If several processes share the memory, it stores the batches of all of them, by rank. With a
+        loss inside of ``torch.utils.checkpoint``, enqueue after the backward pass: its second
+        forward pass would see the new entries.
 
         Args:
             image_keys, text_keys: (B, dim) floating point of any length, row i of one belonging to

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -171,3 +173,34 @@ def test_a_gradient_with_a_graph_counts_each_way_once(name):
     for create_graph in (False, True):
         gradients += torch.autograd.grad(call(x).sum(), x, create_graph=create_graph)
     torch.testing.assert_close(gradients[1], gradients[0])
+
+
+JOINT = {
+    "joint": itrloss.InfoNCELoss(0.3, joint=True),
+    "images and texts": itrloss.InfoNCELoss(0.3, image_image=True, text_text=True),
+    "mil-nce": itrloss.MILNCELoss(0.3, joint=True),
+    "rince": itrloss.RINCELoss(0.3),
+}
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("name", JOINT)
+def test_second_derivatives_where_an_anchor_has_no_negatives(name, engine):
+    loss = copy.deepcopy(JOINT[name])
+    loss.engine = engine
+    matches = torch.tensor([[1.0, 1, 1], [0, 1, 0], [0, 1, 0]], dtype=torch.float64)
+    v, w = leaves_of(*embeddings(3, 3, d=4))
+    assert gradgradcheck(lambda v, w: loss(v, w, matches=matches), (v, w))
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_second_derivatives_in_float32_at_a_scale_of_100(name):
+    loss = copy.deepcopy(JOINT[name])
+    loss.temperature = 0.01
+    if name == "rince":
+        loss.q = 0.1  # the values of 0.5 are e^50
+    for seed in range(20):
+        v, w = leaves_of(*(x.float() for x in embeddings(6, 6, d=4, seed=seed)))
+        (first,) = torch.autograd.grad(loss(v, w), v, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), v)
+        assert second.isfinite().all()

@@ -262,3 +262,14 @@ def test_scores_in_half_precision_are_added_up_in_float32(dtype, hardness):
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
     (gradient,) = torch.autograd.grad(found, negatives)
     assert gradient.isfinite().all()
+
+
+def test_distillation_needs_no_ids_where_a_sum_underflows():
+    images = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.1]])
+    texts = torch.tensor([[0.9, 0.1], [0.9, 0.3]])  # the last image is against both
+    teacher = torch.zeros(3, 2)
+    for engine in ("dense", "tiled"):
+        loss = itrloss.DistillationLoss(0.01, engine=engine)
+        torch.testing.assert_close(
+            loss(images, texts, teacher), loss(images, texts, teacher, [0, 1, 2], [0, 1])
+        )

@@ -144,3 +144,22 @@ def test_a_loss_that_returns_more_than_tensors_is_refused():
     message = r"^loss: expected it to return a tensor or a tuple of tensors, got dict in a tuple"
     with pytest.raises(TypeError, match=message):
         itrloss.Matryoshka(WithFigures(), (2, 6))(*embeddings(4, 4))
+
+
+@pytest.mark.parametrize("side", [("images", "texts"), ("queries", "documents")])
+def test_embeddings_go_by_the_names_that_the_loss_has(side):
+    means = embeddings(4, 4)
+    loss = itrloss.PCMEPlusPlusLoss()
+    criterion = itrloss.Matryoshka(loss, (2, 6))
+    named = {}
+    for name, x in zip(side, means, strict=True):
+        named |= {f"{name}_mean": x, f"{name}_log_variance": x - 3}
+    places = [*means, *(x - 3 for x in means)]
+    assert torch.equal(criterion(**named), criterion(*places))
+
+
+def test_sets_go_by_the_name_that_the_loss_has():
+    images, texts = embeddings(4, 4)
+    sets = images[:, None].repeat(1, 2, 1)
+    criterion = itrloss.Matryoshka(itrloss.VarianceAwareLoss(), (2, 6))
+    assert torch.equal(criterion(image_sets=sets, texts=texts), criterion(sets, texts))

@@ -16,6 +16,7 @@ from ..torch_versions import UINT64
 from .arrays import Names, from_numpy, type_name
 from .values import shown
 
+NO_ID = torch.iinfo(torch.int64).min  # of what does not exist; among strings, too
 # What ids may be: integers of any type, or strings; see as_id_numbers.
 IdsLike: TypeAlias = Tensor | np.ndarray | Sequence[int] | Sequence[str]
 
@@ -69,10 +70,10 @@ def _as_array(ids: object) -> np.ndarray:
     if array.dtype.kind != "O":
         return array
     values = array.ravel().tolist()
-    if values and all(isinstance(x, str) for x in values):
-        return array.astype(str)
     if all(isinstance(x, Integral) for x in values):
         return np.array(values, None if values else np.int64).reshape(array.shape)
+    if all(isinstance(x, str) or (isinstance(x, Integral) and x == NO_ID) for x in values):
+        return array.astype(str)
     return array
 
 
@@ -84,6 +85,9 @@ def _numbers_of_strings(strings: np.ndarray) -> Tensor:
     """
     numbers = []
     for x in strings.ravel().tolist():
+        if x == str(NO_ID):
+            numbers.append(NO_ID)
+            continue
         digest = hashlib.blake2b(x.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         numbers.append(int.from_bytes(digest, "little") >> 2)
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").reshape(strings.shape)

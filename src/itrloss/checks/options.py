@@ -73,6 +73,7 @@ class Option:
     local: bool
     # what the class's body says
     name: str = ""
+    stands_for: str = ""  # the option of which it is a form, or its own name
     kind: object = None  # its type
     keyword_only: bool = False
     words: tuple[object, ...] = ()  # that the type allows, such as "mean", True or None
@@ -81,6 +82,7 @@ class Option:
     def declare(self, name: str, kind: object, keyword_only: bool) -> None:
         """Set the name and the type."""
         self.name = name
+        self.stands_for = self.form_of or name
         self.kind = kind
         self.keyword_only = keyword_only
         words, others = parts_of_type(kind)
@@ -95,11 +97,6 @@ class Option:
     def may_be_anything(self) -> bool:
         """Whether its type is none that is checked."""
         return self.converter is None and self.number is None and not self.words
-
-    @property
-    def stands_for(self) -> str:
-        """The name of the option that this is a form of, or its own."""
-        return self.form_of or self.name
 
     def __get__(self, module: CheckedModule | None, owner: type) -> object:
         """Return the option in this form, of the number or of the parameter that is held."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..anchors import Anchors
 from ..checks import as_size
+from ..engine.terms import log_add_exp
 from ..losses import HubnessAwareLoss
 from ..similarity import Similarity
 from .adapter import HALCriterion, USERCriterion
@@ -65,9 +66,9 @@ class HALLoss(HALCriterion):
         # A weight a / (a + b) is the sigmoid of log a - log b.
         image = (self.beta * of_images - self.ep_nega).logsumexp(1)
         text = (self.beta * of_texts - self.ep_nega).logsumexp(1)
-        near = torch.logaddexp(image[:, None], text[None])  # (B, B)
+        near = log_add_exp(image[:, None], text[None])  # (B, B)
         own = self.beta * pairs
-        negative = (near - torch.logaddexp(own[:, None], own[None])).sigmoid()
+        negative = (near - log_add_exp(own[:, None], own[None])).sigmoid()
         both = torch.cat([of_images, of_texts], 1)
         near = (self.alpha * (both - self.ep_posi)).logsumexp(1)  # (B,)
         positive = (near - self.alpha * (pairs - self.ep_posi)).sigmoid()

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks.ids import NO_ID
 from ..torch_versions import is_compiling
 from .devices import is_recorded
 from .vectors import compute_dtype, host_may_read, may_keep
 
-IGNORE_ID = torch.iinfo(torch.int64).min  # id of an entry that does not exist: it matches nothing
+IGNORE_ID = NO_ID  # id of an entry that does not exist: it matches nothing
 
 ALL = slice(None)
 KEPT_MASK = 2**20  # pairs of a mask that is kept, at most

@@ -17,6 +17,7 @@ from .. import functional
 from ..anchors import Anchors
 from ..checks import IMAGES_AND_TEXTS, IdsLike, Names, are_strings, as_number, option
 from ..engine.related import PassedIds
+from ..engine.terms import log_add_exp
 from ..engine.vectors import compute_dtype
 from ..functional import Values
 from ..memory import CoupledMemory, MemorySimilarity
@@ -145,7 +146,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             https://arxiv.org/abs/2503.04812; EmbeddingGemma with (0, 5),
             https://arxiv.org/abs/2509.20354). Candidates of ``image_image`` and ``text_text`` count
             once.
-        label_smoothing: ε in [0, 1); the label is ``1 - ε`` of the positives and ε of all
+        label_smoothing: ε in [0, 1]; the label is ``1 - ε`` of the positives and ε of all
             candidates, so that the loss has ``ε/τ`` times the mean score of positives minus that of
             all candidates more. With one positive it is that of ``cross_entropy``. Not with
             ``joint``, a ``margin`` or candidates outside the batch.
@@ -480,7 +481,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
 
         def loss_of_pairs(scores: Tensor, of_own: Tensor, of_partner: Tensor) -> Tensor:
             """Return ``-log p`` of pairs, from their scores and their anchors' sums."""
-            log = torch.logaddexp(of_own, of_partner) - twice
+            log = log_add_exp(of_own, of_partner) - twice
             return F.softplus(log - scale * scores, threshold=40) + twice
 
         values: list[Tensor] = []

@@ -28,7 +28,7 @@ class Matryoshka(WholeState):
     .. math:: \sum_d w_d\, \mathrm{loss}\bigl(v_{1 \dots N}[{:}d],\, w_{1 \dots M}[{:}d]\bigr)
 
     Matryoshka representation learning (Kusupati et al. 2022, https://arxiv.org/abs/2205.13147). See
-    :doc:`losses/matryoshka`.
+    :doc:`losses/matryoshka`. ``torch.compile`` breaks the graph where the loss has a memory.
 
     Args:
         loss: a module called as ``loss(images, texts, ...)``, such as a :class:`PairLoss`.
@@ -86,8 +86,11 @@ class Matryoshka(WholeState):
         With the loss's ``reduction="none"``, a tuple of its values for each number of dimensions:
         images' and texts', or those of one direction.
         """
-        images = options.pop("queries", None) if images is None else images
-        texts = options.pop("documents", None) if texts is None else texts
+        first, second = [*self.argument_names, "", ""][:2]
+        if images is None:
+            images = taken(options, first, "images")
+        if texts is None:
+            texts = taken(options, second, "texts")
         check = partial(self._checked, images, texts, [*args, *options.values()])
         if isinstance(self.loss, Loss):
             self.loss.agree(check)
@@ -126,6 +129,16 @@ class Matryoshka(WholeState):
 def argument_names(loss: nn.Module) -> list[str]:
     """Return the names of what a loss takes."""
     return list(inspect.signature(loss.forward).parameters)
+
+
+def taken(options: dict[str, Any], *names: str) -> Any:
+    """Return one of some arguments, by its own or another name, and take it out of the options;
+    None if it is not there.
+    """
+    for given in options:
+        if own_name(given) in names:
+            return options.pop(given)
+    return None
 
 
 def first_dimensions(name: str, x: object, d: int) -> object:

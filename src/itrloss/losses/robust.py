@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import option
+from ..engine.terms import log_add_exp
 from ..engine.vectors import host_may_read
 from ..functional import Values
 from ..similarity import Similarity
@@ -26,7 +27,7 @@ def power_gap(
 ) -> Tensor:
     """Return ``((w (e^(a S) + e^L))^q - e^(q a S)) / q``, L the log-sum-exp of the negatives."""
     z = scale * scores
-    whole = q * (torch.logaddexp(z, negatives) + log_weight)
+    whole = q * (log_add_exp(z, negatives) + log_weight)
     # Precomputed scores, and pairs that the sum leaves out, may be of any size.
     return (whole.clamp_max(80.0).exp() - (q * z).clamp_max(80.0).exp()) / q
 

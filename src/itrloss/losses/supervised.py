@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import functional
 from ..anchors import Anchors
 from ..checks import option
+from ..engine.terms import log_add_exp
 from ..functional import Values
 from ..similarity import Similarity
 from ..terms import identity, pair_term
@@ -185,7 +186,7 @@ class MILNCELoss(TemperatureLoss, PairLoss):
         of_partners = sums.clamp_min(torch.finfo(sums.dtype).tiny).log() + top
         of_positives = images.logsumexp(scale, over="positives").clamp_min(LEAST_LOG)
         twice = math.log(2) if self.joint is True else 0.0
-        negatives = torch.logaddexp(own, of_partners) - twice
+        negatives = log_add_exp(own, of_partners) - twice
         values = F.softplus(negatives - of_positives, threshold=40) + twice
         numbers = sim.both.split(sim.both.negative_counts)
         possible = numbers[0] + sim.mean_of_pairs(number_of_partner, *numbers)
