@@ -317,11 +317,11 @@ class Anchors:
         return of_blocks
 
     def _by_block(self, x: Value | None) -> Sequence[Value | None]:
-        """Return each block's part of one number, or of the values of the matrices' anchors."""
-        return self._split_by_block(x) if has_each(x) else [x] * len(self._blocks)
-
-    def _split_by_block(self, x: Tensor) -> Sequence[Tensor]:
-        """Return each block's part of the values (..., A) of the matrices' anchors."""
+        """Return each block's part of the values (..., A) of the matrices' anchors, or the one
+        number for all.
+        """
+        if not isinstance(x, Tensor) or x.numel() == 1:
+            return [x] * len(self._blocks)
         if self._in_order:
             return x.split_with_sizes([block.size for block in self._blocks], -1)
         of_groups = x.split_with_sizes(self.whole_sizes, -1)

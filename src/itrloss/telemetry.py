@@ -70,8 +70,7 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
         counts = both.total(_occurrences(view, own, hubness_k))
         figures[f"hubness_{name}"] = skewness(counts, both.total(other.sum()))
     diversity = std_diversity(both).masked_fill(~exists, 1.0)
-    least = [-x for x in both.group_amax(-diversity)]
-    figures["diversity_min"] = torch.stack(least).amin()
+    figures["diversity_min"] = -torch.stack(both.group_amax(-diversity)).amax()
     return {name: value.to(sim.dtype) for name, value in figures.items()}
 
 

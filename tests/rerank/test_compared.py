@@ -11,7 +11,7 @@ from itrloss import Similarity
 from itrloss.cli import main, tables
 from itrloss.cli.comparison import compare_rerankers
 from itrloss.metrics import retrieval_metrics
-from itrloss.rerank import CSLS, QueryBankNorm, Sinkhorn
+from itrloss.rerank import CSLS, QueryBankNorm, Sinkhorn, TwoStageReranker
 
 IMAGES, NOISE = embeddings(12, 24, d=8, seed=3)
 TEXTS = IMAGES.repeat_interleave(2, 0) + NOISE
@@ -166,3 +166,28 @@ def test_wrong_input_is_named(name):
     options, message = WRONG[name]
     with pytest.raises((TypeError, ValueError), match=message):
         compare_rerankers(**{"sim": COSINES, **options})
+
+
+def test_re_rankers_that_differ_in_their_banks_have_a_row_each():
+    banks = [torch.rand(4, 8), torch.rand(8, 4)]
+    others = [x.flip(0) for x in banks]
+    methods = [CSLS(), CSLS().fit(*banks), CSLS().fit(*others)]
+    found = compare_rerankers(torch.rand(8, 8), methods, samples=9)
+    names = [entry.name for entry in found.entries]
+    assert names == [
+        "no re-ranking",
+        "CSLS(k=10)",
+        "CSLS(k=10), bank",
+        "CSLS(k=10), bank (2)",
+    ]
+
+
+def test_a_scorer_of_test_pairs_is_not_asked_for_held_out_ones():
+    sim = torch.rand(8, 8)
+    method = TwoStageReranker(lambda images, texts: -sim[images, texts], 2)
+    found = compare_rerankers(sim, [method, "csls"], validation=torch.rand(8, 8), samples=9)
+    two_stage, csls = found.entries[1:]
+    assert two_stage.name == repr(method)
+    assert two_stage.held_out is None
+    assert csls.held_out is not None
+    assert found.advised is not two_stage

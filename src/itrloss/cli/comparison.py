@@ -82,14 +82,14 @@ def compare_rerankers(
     Raises:
         TypeError, ValueError: naming the argument, also for an unknown name.
     """
-    rerankers = _by_name(methods)
+    rerankers = _named(methods)
     rules = rules or Rules()
     if not isinstance(banks, (tuple, list)):
         expected = "a pair, queries of images and of texts, or None for one of them"
         raise TypeError(f"banks: expected {expected}, got {type(banks).__name__}")
     given = sim
     sim = with_ids("sim", sim, None, None, by_ids=rules.get("relevant") is None)
-    for method in rerankers.values():
+    for _, method in rerankers:
         check_numbering("sim", given, sim, method)
     if validation is not None:
         validation = with_ids("validation", validation, None, None)
@@ -98,8 +98,13 @@ def compare_rerankers(
     _warn_of_units(sim, trials)
     entries = []
     notes = []
+    names = []
     for trial in track(trials):
         entry = _tried(trial, sim, validation, folds, rules)
+        names.append(entry.name)
+        number = names.count(entry.name)
+        if number > 1:  # alike but for their banks
+            entry = replace(entry, name=f"{entry.name} ({number})")
         entries.append(entry)
         if trial.name == CALIBRATED:
             notes.append(f"{entry.name}: {entry.reranker!r}, chosen on held-out pairs.")
@@ -119,14 +124,14 @@ class _Trial(NamedTuple):
 
 
 def _trials(
-    rerankers: Mapping[str, Reranker], sim: Similarity, banks: Banks, calibrates: bool
+    rerankers: Sequence[tuple[str, Reranker]], sim: Similarity, banks: Banks, calibrates: bool
 ) -> tuple[list[_Trial], list[str]]:
     """Return no re-ranking, and each method with and without the banks; and why others are left
     out.
     """
     trials = [_Trial(PLAIN, PLAIN)]
     hints = []
-    for name, method in rerankers.items():
+    for name, method in rerankers:
         if method.needs_embeddings and sim.embeddings is None:
             hints.append(f"{name} was left out: needs embeddings: itrloss eval.")
             continue
@@ -176,6 +181,7 @@ def _tried(
     transductive = (False, False)
     if reranker is not None:
         transductive = reranker.transductive
+    if reranker is not None and reranker.takes_bank:
         name += {0: ", bank", 1: ", one bank", 2: ""}[sum(transductive)]
     held_out = None if validation is None else _held_out_rsum(reranker, sim, validation)
     return Entry(name, results, method, reranker, any(transductive), seconds, held_out)
@@ -184,7 +190,11 @@ def _tried(
 def _held_out_rsum(
     reranker: Reranker | None, sim: Similarity, validation: Similarity
 ) -> float | None:
-    """Return the RSUM of held-out pairs; None by a bank of scores, which are the test set's."""
+    """Return the RSUM of held-out pairs; None by a bank of scores, which are the test set's, and of
+    a method that is for the images and texts of the test set.
+    """
+    if reranker is not None and reranker.needs_numbers:
+        return None
     are_embeddings = sim.embeddings is not None and validation.embeddings is not None
     if reranker is not None and not are_embeddings:
         has_bank = not all(reranker.transductive)
@@ -276,13 +286,13 @@ def compare_models(
     return _compared(entries, samples)
 
 
-def _by_name(methods: Iterable[str | Reranker]) -> dict[str, Reranker]:
-    """Return re-rankers by their names in :data:`METHODS`, and others as they show themselves."""
-    found = {}
-    for method in methods:
+def _named(methods: Iterable[str | Reranker]) -> list[tuple[str, Reranker]]:
+    """Return re-rankers with their names in :data:`METHODS`, and others as they show themselves."""
+    found = []
+    for method in dict.fromkeys(methods):
         if isinstance(method, Reranker):
-            found[repr(method)] = method
+            found.append((repr(method), method))
         else:
             one_of("methods", method, *METHODS)
-            found[method] = METHODS[method]()
+            found.append((method, METHODS[method]()))
     return found

@@ -334,9 +334,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         check_negatives(self, passed.rows, negatives, _OF_NEGATIVES, are_scores)
         numbers = as_negative_ids(negative_ids, passed.image_ids, negatives, are_scores)
         kind = None if negative_ids is None else are_strings(negative_ids)
-        has_ids = numbers is not None
-        words = f"negatives of {negatives.dim()} dimensions with ids {has_ids}, of strings {kind}"
-        return words, numbers
+        return f"negatives of {negatives.dim()} dimensions with ids of strings {kind}", numbers
 
     def _further(
         self, sim: Similarity, models: Sequence[Model], relation: FurtherRelation
@@ -352,13 +350,11 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         if models[0].negatives is not None and self.directions != "text-image":
             scores = [self._negatives(sim, model, relation) for model in models]
             parts.append(Part((0,), scores, hardness, for_partners=bool(self.joint)))
-        if self.image_image:
-            among = [self._among(0, model, relation) for model in models]
-            parts.append(Part((0,), among, for_partners=True))
-        if self.text_text:
-            limited = self.text_text != "unfiltered"
-            among = [self._texts(model, relation) for model in models]
-            parts.append(Part((1,), among, limited=limited, for_partners=True))
+        for side, wanted in enumerate((self.image_image, self.text_text)):
+            if wanted:
+                among = [self._among(side, model, relation) for model in models]
+                limited = wanted != "unfiltered"
+                parts.append(Part((side,), among, limited=limited, for_partners=True))
         return parts
 
     def _negatives(
@@ -377,19 +373,17 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         return OwnNegatives(scores, relation.exist(scores), sim.sizes[0])
 
     def _among(self, side: int, model: Model, relation: FurtherRelation) -> Anchors:
-        """Return the images of a model (``side`` 0), or its texts, with one another."""
+        """Return the images of a model (``side`` 0) with one another, or its texts with one another
+        and with negatives of all images.
+        """
         own = model.texts if side else model.images
         assert own is not None
-        return self._compared(own, own, relation.among(side), model.normalize)
-
-    def _texts(self, model: Model, relation: FurtherRelation) -> Anchors:
-        """Return the texts of a model with one another and with negatives of all images."""
-        among = self._among(1, model, relation)
-        _, texts, negatives, normalize = model
-        if texts is None or negatives is None or negatives.dim() == 3:
+        among = self._compared(own, own, relation.among(side), model.normalize)
+        negatives = model.negatives
+        if side == 0 or negatives is None or negatives.dim() == 3:
             return among
-        related = relation.with_negatives(1, len(texts), negatives)
-        return Anchors.pooled(among, self._compared(texts, negatives, related, normalize))
+        related = relation.with_negatives(1, len(own), negatives)
+        return Anchors.pooled(among, self._compared(own, negatives, related, model.normalize))
 
     def _compared(
         self, rows: Tensor, cols: Tensor, relation: Relation, normalize: bool
