@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from .. import functional
 from ..anchors import Anchors
 from ..checks import as_size
-from ..engine.terms import log_add_exp
 from ..losses import HubnessAwareLoss
+from ..losses.base import log_add_exp
 from ..similarity import Similarity
 from .adapter import HALCriterion, USERCriterion
 from .arguments import inner_products, order_scores, setting, similarity

@@ -183,15 +183,6 @@ def as_term(function: Term | Function) -> Term:
     return Term(function)
 
 
-def log_add_exp(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``log(e^a + e^b)``, twice differentiable.
-
-    The second derivative of ``torch.logaddexp`` is nan where one exponential is so much larger that
-    their quotient overflows: e^88 times in float32.
-    """
-    return torch.stack(torch.broadcast_tensors(a, b)).logsumexp(0)
-
-
 # ------------------------------------------------------------ terms that losses sum over candidates
 
 

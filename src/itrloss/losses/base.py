@@ -673,3 +673,12 @@ def existing(size: int, device: torch.device, **several: IdsLike | None) -> Tens
         if mask is not None:
             missing.append(mask)
     return ~torch.stack(missing).any(0) if missing else None
+
+
+def log_add_exp(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``log(e^a + e^b)``, twice differentiable.
+
+    The second derivative of ``torch.logaddexp`` is nan where one exponential is so much larger that
+    their quotient overflows: e^88 times in float32.
+    """
+    return torch.stack(torch.broadcast_tensors(a, b)).logsumexp(0)

@@ -17,13 +17,12 @@ from .. import functional
 from ..anchors import Anchors
 from ..checks import IMAGES_AND_TEXTS, IdsLike, Names, are_strings, as_number, option
 from ..engine.related import PassedIds
-from ..engine.terms import log_add_exp
 from ..engine.vectors import compute_dtype
 from ..functional import Values
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Similarity
 from ..terms import identity, softplus
-from .base import LEAST_LOG, MemoryLoss, PairLoss, Passed
+from .base import LEAST_LOG, MemoryLoss, PairLoss, Passed, log_add_exp
 from .further import (
     FurtherRelation,
     OwnNegatives,

@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import option
-from ..engine.terms import log_add_exp
 from ..engine.vectors import host_may_read
 from ..functional import Values
 from ..similarity import Similarity
 from ..terms import pair_term
-from .base import PairLoss
+from .base import PairLoss, log_add_exp
 from .temperature import TemperatureLoss
 
 _RANGE = 70.0  # exp(70), times any number of candidates, does not overflow in float32

@@ -13,11 +13,10 @@ from torch import Tensor
 from .. import functional
 from ..anchors import Anchors
 from ..checks import option
-from ..engine.terms import log_add_exp
 from ..functional import Values
 from ..similarity import Similarity
 from ..terms import identity, pair_term
-from .base import LEAST_LOG, PairLoss
+from .base import LEAST_LOG, PairLoss, log_add_exp
 from .infonce import number_of_partner
 from .temperature import TemperatureLoss
 
