@@ -178,7 +178,8 @@ IN_TORCH = words(
     torch.autograd.grad torch.autograd.gradcheck torch.autograd.graph.saved_tensors_hooks
     torch.backends.cuda.matmul torch.backends.mkldnn.enabled torch.backends.mkldnn.is_available
     torch.backends.mps.is_available torch.bfloat16 torch.bincount torch.bool
-    torch.broadcast_tensors torch.cat torch.cdist torch.clear_autocast_cache torch.contiguous_format torch.cuda.CUDAGraph
+    torch.broadcast_tensors torch.cat torch.cdist torch.clear_autocast_cache
+    torch.contiguous_format torch.cuda.CUDAGraph
     torch.cuda.Stream torch.cuda.current_stream torch.cuda.device torch.cuda.device_of
     torch.cuda.get_device_capability torch.cuda.get_device_name torch.cuda.get_device_properties
     torch.cuda.get_rng_state_all torch.cuda.graph torch.cuda.is_available
