@@ -80,7 +80,10 @@ class Sets(NamedTuple):
 
         Elements that do not exist are zero, whatever they hold, and have no gradient.
         """
-        x = filled(self.x, self.missing(), 0.0, -1)
+        x = self.x
+        missing = self.missing()
+        if missing is not None:
+            x = x.masked_fill(missing.unsqueeze(-1), 0.0)
         return Sets(normalized(x, normalize), self.exists)
 
     def leaf(self, part: Any) -> Sets:
@@ -105,51 +108,54 @@ class Form(NamedTuple):
 # ------------------------------------------------------------------------------------ of one block
 
 
-def block_scores(
-    rows: Sets, cols: Sets, form: Form, keep: bool = False
+def element_scores(rows: Sets, cols: Sets, form: Form) -> Tensor:
+    """Return the scores (..., n, K, m, L) of prepared sets' elements, of maxima (..., m, L, n, K).
+
+    With the product, maxima take 0.78 of the time in that layout for 32 queries of 32 elements with
+    documents of 666, 0.75 for 64 sets of 49 with 64 of 20, and 1.03 for documents of 1024 (D 128,
+    one thread of Zen 3; ``pytest benchmarks/test_micro.py --benchmark-enable -k
+    late_interaction``). Exponentials would take longer.
+    """
+    first, second = (cols, rows) if form.is_hard else (rows, cols)
+    x = product(first.vectors, second.vectors.mT)
+    return x.view(*x.shape[:-2], first.number, first.size, second.number, second.size)
+
+
+def aggregated(
+    x: Tensor, rows: Sets, cols: Sets, form: Form, keep: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the scores (..., n, m) of prepared sets.
+    """Return the scores (..., n, m) of sets from those of their elements, which are overwritten.
 
     With ``keep``, return which elements won, too, see :func:`winning`.
     """
     which: Tensor | None = None
     if form.is_hard:
-        scores, which = winning(rows, cols, form, keep)
+        scores, which = winning(x, rows, cols, form, keep)
     else:
-        scores = smooth(rows, cols, form)
+        scores = smooth(x, rows, cols, form)
     return of_existing(scores, rows, cols), which
-
-
-def products(rows: Sets, cols: Sets) -> Tensor:
-    """Return the products (..., n, K, m, L) of the elements of sets."""
-    x = product(rows.vectors, cols.vectors.mT)
-    return x.view(*x.shape[:-2], rows.number, rows.size, cols.number, cols.size)
 
 
 def of_existing(x: Tensor, rows: Sets, cols: Sets) -> Tensor:
     """Return values of pairs (..., N, M) with 0 where one of the sets is empty."""
-    return filled(filled(x, rows.empty(), 0.0, -1), cols.empty(), 0.0, -2)
-
-
-def filled(x: Tensor, mask: Tensor | None, value: float, *dims: int) -> Tensor:
-    """Return ``x`` with a value where a mask is True, which gets further dimensions one by one;
-    None: nowhere.
-    """
-    if mask is None:
-        return x
-    for dim in dims:
-        mask = mask.unsqueeze(dim)
-    return x.masked_fill(mask, value)
+    empty_rows = rows.empty()
+    empty_cols = cols.empty()
+    if empty_rows is not None:
+        x = x.masked_fill(empty_rows.unsqueeze(-1), 0.0)
+    if empty_cols is not None:
+        x = x.masked_fill(empty_cols.unsqueeze(-2), 0.0)
+    return x
 
 
 def plain_scores(rows: Sets, cols: Sets, form: Form) -> Tensor:
     """Return the (..., N, M) scores in plain PyTorch, which holds the scores of all elements."""
     rows = rows.prepared(form.normalize)
     cols = cols.prepared(form.normalize)
-    return block_scores(rows, cols, form)[0]
+    return aggregated(element_scores(rows, cols, form), rows, cols, form)[0]
 
 
 def winning(
+    x: Tensor,  # (..., m, L, n, K) scores of elements, overwritten
     rows: Sets,  # (..., n, K, D)
     cols: Sets,  # (..., m, L, D)
     form: Form,
@@ -159,13 +165,8 @@ def winning(
 
     The second is (..., m, n, K) for the element of ``cols`` that is the best of each of ``rows``,
     or (..., m, n, 1) ``k L + l`` for the best pair of elements.
-
-    With the product, maxima take 0.78 of the time in this layout for 32 queries of 32 elements with
-    documents of 666, 0.75 for 64 sets of 49 with 64 of 20, and 1.03 for documents of 1024 (D 128,
-    one thread of Zen 3; ``pytest benchmarks/test_micro.py --benchmark-enable -k
-    late_interaction``). Exponentials would take longer.
     """
-    x = products(cols, rows)  # (..., m, L, n, K)
+    missing_rows = rows.missing()
     missing_cols = cols.missing()
     if missing_cols is not None:
         x.masked_fill_(missing_cols[..., None, None], lowest(x))
@@ -176,7 +177,9 @@ def winning(
         value, which = argmax_(x)
     else:
         value = x.amax(-3)
-    value = filled(value, rows.missing(), lowest(x) if form.name == "max" else 0.0, -3)
+    if missing_rows is not None:
+        fill = lowest(x) if form.name == "max" else 0.0
+        value = value.masked_fill(missing_rows.unsqueeze(-3), fill)
     if form.name == "max":
         value, best = value.max(-1, keepdim=True)
         if which is not None:
@@ -198,21 +201,39 @@ def argmax_(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def smooth(
+    x: Tensor,  # (..., n, K, m, L) scores of elements
     rows: Sets,  # (..., n, K, D)
     cols: Sets,  # (..., m, L, D)
     form: Form,
 ) -> Tensor:
     """Return the smooth scores (..., n, m) of sets."""
-    z = products(Sets(rows.x * form.alpha), cols)  # (..., n, K, m, L)
-    of_rows = filled(z, cols.missing(), lowest(z), -3, -3).logsumexp(-1)  # (..., n, K, m)
-    total = filled(of_rows, rows.missing(), 0.0, -1).sum(-2) / form.alpha
+    missing_rows = rows.missing()
+    missing_cols = cols.missing()
+    if missing_cols is not None:
+        missing_cols = missing_cols.unsqueeze(-3)  # (..., 1, m, L)
+    missing_of_all = None if missing_cols is None else missing_cols.unsqueeze(-3)
+    of_rows = soft_maximum(x, form, -1, missing_of_all)  # (..., n, K, m)
+    if missing_rows is not None:
+        of_rows = of_rows.masked_fill(missing_rows.unsqueeze(-1), 0.0)
+    total = of_rows.sum(-2)
     if form.name == "smooth_max_sum":
         return total
-    of_cols = filled(z, rows.missing(), lowest(z), -1, -1).logsumexp(-3)  # (..., n, m, L)
-    total_of_cols = filled(of_cols, cols.missing(), 0.0, -3).sum(-1) / form.alpha
+    if missing_rows is not None:
+        missing_rows = missing_rows[..., None, None]
+    of_cols = soft_maximum(x, form, -3, missing_rows)  # (..., n, m, L)
+    if missing_cols is not None:
+        of_cols = of_cols.masked_fill(missing_cols, 0.0)
     mean_of_rows = total / rows.numbers_of_elements().unsqueeze(-1)
-    mean_of_cols = total_of_cols / cols.numbers_of_elements().unsqueeze(-2)
+    mean_of_cols = of_cols.sum(-1) / cols.numbers_of_elements().unsqueeze(-2)
     return (mean_of_rows + mean_of_cols) / 2
+
+
+def soft_maximum(x: Tensor, form: Form, dim: int, missing: Tensor | None) -> Tensor:
+    """Return ``log(sum exp(alpha x)) / alpha`` over a dimension's existing elements."""
+    z = x * form.alpha
+    if missing is not None:
+        z = z.masked_fill_(missing, lowest(x))
+    return z.logsumexp(dim) / form.alpha
 
 
 def lowest(x: Tensor) -> float:
@@ -274,8 +295,9 @@ def scores_and_winners(
                 right = cols.part(c).prepared(form.normalize)
                 known = c
             left = rows.part(r).prepared(form.normalize)
+            x = element_scores(left, right, form)
             place = (r,) if are_own(cols) else (r, c)
-            scores[place], which = block_scores(left, right, form, winners is not None)
+            scores[place], which = aggregated(x, left, right, form, winners is not None)
             if winners is not None and which is not None:
                 winners[c, r] = which
     return scores, winners
@@ -347,30 +369,31 @@ def gradients(
     winners: Tensor | None,  # as from `scores_and_winners`
     grad: Tensor,  # of the scores
     form: Form,
-) -> list[Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of both sides' elements; None where they need none."""
-    sides = rows, cols
-    totals = [zeros_of_elements(sets) for sets in sides]
-    with torch.enable_grad(), full_precision(rows.x):
-        for places in blocks(rows, cols, cols.size if winners is None else WINNER):
-            r, c = places
-            leaves = rows.leaf(r), cols.leaf(c)
-            left, right = [leaf.prepared(form.normalize) for leaf in leaves]
+    of_rows = zeros_of_elements(rows)
+    of_cols = zeros_of_elements(cols)
+    with torch.no_grad(), full_precision(rows.x):
+        for r, c in blocks(rows, cols, cols.size if winners is None else WINNER):
+            row_leaf = rows.leaf(r)
+            col_leaf = cols.leaf(c)
+            with torch.enable_grad():
+                left = row_leaf.prepared(form.normalize)
+                right = col_leaf.prepared(form.normalize)
             if winners is None:
-                outputs = [block_scores(left, right, form)[0]]
-                grads = [grad[r] if are_own(cols) else grad[r, c]]
+                own = grad[r] if are_own(cols) else grad[r, c]
+                slopes = slopes_of_elements(left, right, own, form)
             else:
-                outputs = [sets.x for sets in (left, right) if sets.x.requires_grad]
-                grads = gradients_of_winners(left, right, grad[r, c], winners[c, r])
-            trained = [leaf.x for leaf in leaves if leaf.x.requires_grad]
-            found = iter(torch.autograd.grad(outputs, trained, grads))
-            for total, place in zip(totals, places, strict=True):
-                if total is not None:
-                    total[place] += next(found)
-    return [
-        None if total is None else total.to(sets.x.dtype)
-        for sets, total in zip(sides, totals, strict=True)
-    ]
+                slopes = winning_pairs(left, right, grad[r, c], winners[c, r])
+            if of_rows is not None:
+                of_rows[r] += gradient_of_block(row_leaf, left, right, slopes)
+            if of_cols is not None:
+                of_cols[c] += gradient_of_block(col_leaf, right, left, slopes.mT)
+    if of_rows is not None:
+        of_rows = of_rows.to(rows.x.dtype)
+    if of_cols is not None:
+        of_cols = of_cols.to(cols.x.dtype)
+    return of_rows, of_cols
 
 
 def zeros_of_elements(sets: Sets) -> Tensor | None:
@@ -380,28 +403,87 @@ def zeros_of_elements(sets: Sets) -> Tensor | None:
     return torch.zeros(sets.x.shape, dtype=compute_dtype(sets.x), device=sets.x.device)
 
 
-@torch.no_grad()
-def gradients_of_winners(
-    rows: Sets,  # prepared, as cols
+class WinningPairs(NamedTuple):
+    """The pairs of elements that won, and the gradients of their scores; all others' are 0."""
+
+    i: Tensor  # (P,) elements of one side
+    j: Tensor  # (P,) elements of the other
+    grad: Tensor  # (P,)
+
+    @property
+    def mT(self) -> WinningPairs:
+        """The same pairs, seen from the other side."""
+        return WinningPairs(self.j, self.i, self.grad)
+
+
+def winning_pairs(
+    rows: Sets,
     cols: Sets,
-    grad: Tensor,  # (n, m) of the scores
+    grad: Tensor,  # (n, m)
     winners: Tensor,  # (m, n, K or 1), as from `winning`
-) -> list[Tensor]:
-    """Return the gradients of a block's prepared elements, of the sides that need one."""
+) -> WinningPairs:
+    """Return the pairs of elements of a block that won."""
     m, n, k = winners.shape
     device = winners.device
     numbers = winners.long()
     first_of_rows = torch.arange(n * k, device=device).view(n, k) * (rows.size // k)
     first_of_cols = torch.arange(m, device=device).view(m, 1, 1) * cols.size
-    i = (first_of_rows + numbers // cols.size).flatten()  # (P,) elements of the pairs that won
-    j = (first_of_cols + numbers % cols.size).flatten()
-    each = of_existing(grad, rows, cols).T.unsqueeze(2).expand(m, n, k).flatten()
-    found = []
-    for own, index, others, other in ((rows, i, cols, j), (cols, j, rows, i)):
-        if own.x.requires_grad:
-            sums = weighted_sums(others.vectors, other, each, index, len(own.vectors))
-            found.append(sums.view_as(own.x))
-    return found
+    i = first_of_rows + numbers // cols.size
+    j = first_of_cols + numbers % cols.size
+    each = of_existing(grad, rows, cols).T.unsqueeze(2).expand(m, n, k)
+    return WinningPairs(i.flatten(), j.flatten(), each.flatten())
+
+
+def slopes_of_elements(rows: Sets, cols: Sets, grad: Tensor, form: Form) -> Tensor:
+    """Return the gradient (..., n K, m L) of the scores of a block's elements."""
+    x = element_scores(rows, cols, form)
+    if not form.is_hard:
+        slopes = smooth_slopes(x, rows, cols, form, grad)
+        return slopes.flatten(-2, -1).flatten(-3, -2)
+    x.requires_grad_()
+    with torch.enable_grad():
+        scores, _ = aggregated(x.clone(), rows, cols, form)
+    (slopes,) = torch.autograd.grad(scores, x, grad)
+    return slopes.flatten(-2, -1).flatten(-3, -2).mT
+
+
+def smooth_slopes(x: Tensor, rows: Sets, cols: Sets, form: Form, grad: Tensor) -> Tensor:
+    """Return the gradient (..., n, K, m, L) of the scores of elements, which are overwritten.
+
+    Autograd would hold four blocks of scores, and take 1.5 times as long.
+    """
+    grad = of_existing(grad, rows, cols)
+    missing_rows = rows.missing()
+    missing_cols = cols.missing()
+    z = x.mul_(form.alpha)
+    existing = z
+    if missing_cols is not None:
+        existing = z.masked_fill(missing_cols[..., None, None, :, :], lowest(x))
+    by_col = existing.softmax(-1)
+    if form.name == "smooth_max_sum":
+        return by_col.mul_(grad[..., :, None, :, None])
+    if missing_rows is not None:
+        z.masked_fill_(missing_rows[..., None, None], lowest(x))
+    by_row = z.softmax(-3)
+    of_rows = grad / rows.numbers_of_elements()[..., None] / 2
+    of_cols = grad / cols.numbers_of_elements().unsqueeze(-2) / 2
+    by_col.mul_(of_rows[..., :, None, :, None])
+    return by_col.addcmul_(by_row, of_cols[..., :, None, :, None])
+
+
+def gradient_of_block(
+    leaf: Sets,  # (n, K, D)
+    prepared: Sets,
+    others: Sets,  # prepared, (m, L, D)
+    slopes: Tensor | WinningPairs,  # of the scores of their elements, (n K, m L)
+) -> Tensor:
+    """Return the gradient (n, K, D) of a block's elements on one side."""
+    if isinstance(slopes, WinningPairs):
+        i, j, grad = slopes
+        of_vectors = weighted_sums(others.vectors, j, grad, i, len(prepared.vectors))
+    else:
+        of_vectors = product(slopes, others.vectors)
+    return torch.autograd.grad(prepared.x, leaf.x, of_vectors.view_as(leaf.x))[0]
 
 
 # ------------------------------------------------------------------------------------------- scores
