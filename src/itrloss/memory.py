@@ -327,10 +327,7 @@ class MemorySimilarity(NamedTuple):
         def checked() -> str:
             """Check the input; return what has to be the same in all processes."""
             check_memory_input(batch, keys, ids, memory, check_finite, empty=True)
-            dtypes = [x.dtype for x in (memory.images, *keys)]
-            types = " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            size = f"memory ({memory.size}, {memory.dim})"
-            words = f"{size}; types of memory and keys {types}"
+            words = described(memory, keys)
             return words if same is None else f"{words}; {same()}"
 
         sides = SIDES[directions]
@@ -344,17 +341,11 @@ class MemorySimilarity(NamedTuple):
                 check_finite=check_finite,
                 names=checks.IMAGES_AND_TEXTS,
             )
-            constants = image_keys.detach(), text_keys.detach()
-            of_keys, entries = several_processes(sim, constants, memory, engine, sides)
+            of_keys, entries = several_processes(sim, keys, memory, engine, sides)
         else:
             check_memory_input(batch, keys, ids, memory, check_finite, empty=False)
-            shape = len(images), len(texts)
-            relation = relation_of(shape, ids, None, images.device, checks.IMAGES_AND_TEXTS)
-            if isinstance(relation, UnknownRelation):
-                raise relation.error
-            constants = image_keys.detach(), text_keys.detach()
-            both = Embeddings(images), Embeddings(texts)
-            matrices, entries = one_process(both, constants, memory, relation, engine, sides)
+            relation = relation_of_batch(batch, ids)
+            matrices, entries = one_process(batch, keys, memory, relation, engine, sides)
             whole, to_text_keys, to_image_keys = matrices
             sim = Similarity.of_anchors(AnchorSide(whole, 0))
             of_keys = [AnchorSide(to_text_keys, 0), AnchorSide(to_image_keys, 1)]
@@ -365,6 +356,23 @@ class MemorySimilarity(NamedTuple):
             Anchors(*[[side] for side in entries]),
             directions,
         )
+
+
+def described(memory: CoupledMemory, keys: tuple[Tensor, Tensor]) -> str:
+    """Return what has to be the same of a memory and of keys in all processes."""
+    dtypes = [x.dtype for x in (memory.images, *keys)]
+    types = " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"memory ({memory.size}, {memory.dim}); types of memory and keys {types}"
+
+
+def relation_of_batch(batch: tuple[Tensor, Tensor], ids: PassedIds) -> Relation:
+    """Return who matches in a batch; raise an error if nothing says it."""
+    images, texts = batch
+    shape = len(images), len(texts)
+    relation = relation_of(shape, ids, None, images.device, checks.IMAGES_AND_TEXTS)
+    if isinstance(relation, UnknownRelation):
+        raise relation.error
+    return relation
 
 
 def check_memory_input(
@@ -399,7 +407,7 @@ def check_memory_input(
 
 
 def one_process(
-    batch: tuple[Embeddings, Embeddings],  # (N, D) images and (M, D) texts
+    given: tuple[Tensor, Tensor],  # (N, D) images and (M, D) texts
     keys: tuple[Tensor, Tensor],  # of both
     memory: CoupledMemory,
     relation: Relation,  # of the batch
@@ -409,7 +417,10 @@ def one_process(
     """Return the matrices of a batch that this process has alone: with itself, images with text
     keys, image keys with texts; and the anchors of the memory.
     """
-    images, texts = batch
+    keys = keys[0].detach(), keys[1].detach()
+    images = Embeddings(given[0])
+    texts = Embeddings(given[1])
+    batch = images, texts
     ids = ids_of_anchors(relation)
     chosen, is_small_batch = engine_for(math.prod(relation.shape), engine, images)
     if not is_small_batch:
@@ -451,27 +462,37 @@ def matrices_of_step(
     """
     images, texts = batch
     image_keys, text_keys = keys
+    # Of keys, the pairs are needed. Where the host may not read which, all scores are visited.
+    scores_keys = not relation.one_to_one and not host_may_read(images.x)
+    layout, of_keys = layout_of_step(relation, sides, scores_keys)
+    banks = memory.texts, memory.images
+    constants = [None, *[banks[side] for side in sides]]
+    constants += [None for _ in layout.places[len(constants) :]]
+    step = Step(layout, constants, (images.target, texts.target, text_keys, image_keys))
+    part = StepPart(step, (0,), *layout.places[0])
+    matrices = [Matrix(relation, engine, images, vectors=batch, part=part)]
+    first = 1 + len(sides)
+    for k, place in enumerate(of_keys):
+        numbers = (first + k,) if scores_keys else ()
+        part = StepPart(step, numbers, *place, k if layout.diagonals else None)
+        matrices.append(Matrix(relation, engine, batch[k], part=part))
+    return matrices, StepPart(step, tuple(range(1, first)), slice(0, 0), NO_COLUMNS)
+
+
+def layout_of_step(
+    relation: Relation, sides: tuple[int, ...], scores_keys: bool
+) -> tuple[Layout, tuple[Place, Place]]:
+    """Return where the images, the texts, the text keys and the image keys are in a step, and what
+    of them is multiplied; and where the images with text keys, and the image keys with texts are.
+    """
     n, m = relation.shape
     of_images, of_texts, of_text_keys, of_image_keys = consecutive(n, m, m, n)
     own = of_images, of_texts
     of_keys = (of_images, of_text_keys), (of_image_keys, of_texts)
     places: list[Place] = [own, *[(own[side], NO_COLUMNS) for side in sides]]
-    constants = [None, *[(memory.texts, memory.images)[side] for side in sides]]
-    first = len(places)
-    # Of keys, the pairs are needed. Where the host may not read which, all scores are visited.
-    scores_keys = not relation.one_to_one and not host_may_read(images.x)
     if scores_keys:
         places += of_keys
-        constants += [None, None]
-    diagonals = of_keys if relation.one_to_one else ()
-    layout = Layout(n + m, True, tuple(places), diagonals)
-    step = Step(layout, constants, (images.target, texts.target, text_keys, image_keys))
-    part = StepPart(step, (0,), *own)
-    matrices = [Matrix(relation, engine, images, vectors=batch, part=part)]
-    for k, place in enumerate(of_keys):
-        part = StepPart(step, (first + k,) if scores_keys else (), *place, k if diagonals else None)
-        matrices.append(Matrix(relation, engine, batch[k], part=part))
-    return matrices, StepPart(step, tuple(range(1, first)), slice(0, 0), NO_COLUMNS)
+    return Layout(n + m, True, tuple(places), of_keys if relation.one_to_one else ()), of_keys
 
 
 def consecutive(*sizes: int) -> list[slice]:
@@ -562,14 +583,15 @@ def several_processes(
     share = batch.share
     assert share is not None and share.cols is not None
     processes = share.processes
-    images, _ = batch.vectors
-    both = images, Embeddings(share.cols)
-    n, m = processes.padded
+    both = batch.vectors[0], Embeddings(share.cols)
     image_ids, text_ids = [processes.own(ids) for ids in processes.ids]
     all_image_ids, _ = processes.ids
-    image_keys = collectives.gather(padded(keys[0], n), processes.group)
-    text_keys = collectives.gather(padded(keys[1], m), processes.group)
-    to_images = Relation((m, len(all_image_ids)), (text_ids, all_image_ids), batch.device)
+    image_keys, text_keys = [
+        collectives.gather(padded(x.detach(), size), processes.group)
+        for x, size in zip(keys, processes.padded, strict=True)
+    ]
+    shape = len(text_ids), len(all_image_ids)
+    to_images = Relation(shape, (text_ids, all_image_ids), batch.device)
     of_keys = []
     others = (text_keys, batch.pairs), (image_keys, to_images)
     for side, (own, (of_all, relation)) in enumerate(zip(both, others, strict=True)):

@@ -96,15 +96,11 @@ def compare_rerankers(
         _check_held_out(validation, sim)
     trials, hints = _trials(rerankers, sim, banks, validation is not None)
     _warn_of_units(sim, trials)
-    entries = []
+    entries: list[Entry] = []
     notes = []
-    names = []
     for trial in track(trials):
         entry = _tried(trial, sim, validation, folds, rules)
-        names.append(entry.name)
-        number = names.count(entry.name)
-        if number > 1:  # alike but for their banks
-            entry = replace(entry, name=f"{entry.name} ({number})")
+        entry = replace(entry, name=_free_name(entry.name, entries))
         entries.append(entry)
         if trial.name == CALIBRATED:
             notes.append(f"{entry.name}: {entry.reranker!r}, chosen on held-out pairs.")
@@ -149,6 +145,17 @@ def _trials(
             if name == "fast" and calibrates:
                 trials.append(_Trial(name, CALIBRATED, each))
     return trials, hints
+
+
+def _free_name(name: str, entries: Sequence[Entry]) -> str:
+    """Return the name of a further entry, with a number if another has it: banks alone differ."""
+    names = [entry.name for entry in entries]
+    number = 1
+    free = name
+    while free in names:
+        number += 1
+        free = f"{name} ({number})"
+    return free
 
 
 def _calibrated(method: Reranker, validation: Similarity) -> Reranker:

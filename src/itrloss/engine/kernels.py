@@ -653,6 +653,15 @@ def _number(value, i):
     return value.number if value.x is None else tl.load(value.x + i * value.stride)
 
 
+@triton.jit
+def _listed_gradient(pair, j, scale, listed, partners, dim, BLOCK_D: tl.constexpr):
+    """Return ``grad_p inv_i inv_j y_j`` of pair p, whose partner is j; ``scale``: inv_i."""
+    weight = tl.load(listed.grad + pair) * scale
+    if partners.inv is not None:
+        weight = weight * tl.load(partners.inv + j)
+    return weight * _vector(partners, j, dim, BLOCK_D)
+
+
 @triton.jit(do_not_specialize=["begin"])
 def project_kernel(
     own,  # Vectors x (N, dim)
@@ -689,10 +698,7 @@ def project_kernel(
         for k in range(first, end):
             pair = k if listed.order is None else tl.load(listed.order + k)
             j = pair if listed.other is None else tl.load(listed.other + pair)
-            weight = tl.load(listed.grad + pair) * scale
-            if partners.inv is not None:
-                weight = weight * tl.load(partners.inv + j)
-            g += weight * _vector(partners, j, dim, BLOCK_D)
+            g += _listed_gradient(pair, j, scale, listed, partners, dim, BLOCK_D)
     if own.inv is not None:
         u = x * scale
         g -= u * tl.sum(u * g, 0)

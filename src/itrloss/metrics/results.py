@@ -128,9 +128,9 @@ class QueryResults:
         ranks = self.ranks.double().masked_fill(self.ranks == 0, torch.inf)
         first = ranks[:, :1]  # none if no query has a positive
         total = self.positives.clamp_min(1)
-        number = torch.arange(1, ranks.shape[1] + 1, device=ranks.device)  # of the right ones
         gains = ranks.isfinite().double() if self.grades is None else self.grades
-        ideal = gains.sort(dim=1, descending=True).values / (number + 1).double().log2()
+        place = torch.arange(2, ranks.shape[1] + 2, device=ranks.device)
+        ideal = gains.sort(dim=1, descending=True).values / place.double().log2()
         discounted = gains / (ranks + 1).log2()
         hits = {}
         recalls = {}
@@ -142,16 +142,8 @@ class QueryResults:
             gained = torch.where(within, discounted, 0.0).sum(1)
             most = ideal[:, :k].sum(1)
             ndcg[f"ndcg_at_{k}"] = torch.where(most > 0, gained / most, 0.0)
-        precision = number / ranks
-        within_r = ranks <= total[:, None]
-        of_all_places = {
-            "mrr": precision[:, :1].sum(1),
-            "map": precision.sum(1) / total,
-            "r_precision": within_r.double().sum(1) / total,
-            "map_at_r": torch.where(within_r, precision, 0.0).sum(1) / total,
-            "rsum": torch.stack([(first <= k).double().sum(1) for k in RECALLS]).sum(0),
-        }
-        return hits | recalls | ndcg | of_all_places
+        rsum = torch.stack([(first <= k).double().sum(1) for k in RECALLS]).sum(0)
+        return hits | recalls | ndcg | precisions(ranks, total) | {"rsum": rsum}
 
     def metrics(self, ks: Ks = RECALLS) -> dict[str, float]:
         """Return the metrics of this direction over queries with positives, and their part of the
@@ -249,6 +241,21 @@ class RetrievalResults:
         writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows())
+
+
+def precisions(ranks: Tensor, total: Tensor) -> dict[str, Tensor]:
+    """Return the (Q,) values of metrics of all places by name, of the ranks (Q, P) of positives,
+    infinite for none, and their numbers (Q,).
+    """
+    number = torch.arange(1, ranks.shape[1] + 1, device=ranks.device)  # of the right ones
+    precision = number / ranks
+    within_r = ranks <= total[:, None]
+    return {
+        "mrr": precision[:, :1].sum(1),
+        "map": precision.sum(1) / total,
+        "r_precision": within_r.double().sum(1) / total,
+        "map_at_r": torch.where(within_r, precision, 0.0).sum(1) / total,
+    }
 
 
 def joined(parts: Sequence[RankedPart], ids: Tensor, size: int) -> QueryResults:

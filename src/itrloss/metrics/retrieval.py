@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -11,11 +11,11 @@ from ..checks import IdsLike, as_size, check_matrix, from_numpy, one_of, takes_q
 from ..checks.warnings import warn_of_unmatched
 from ..engine.ranking import Ranking
 from ..similarity import Similarity
-from .judgements import Pairs
+from .judgements import Judgements, Pairs
 from .labels import fold_repeated, has_no_ids, warn_of_repeated, with_ids
 from .matching import Part, part_of, query_ids
 from .relevance import Judged, Rules, folds_of, judged
-from .results import RECALLS, Ks, RetrievalResults, joined
+from .results import RECALLS, Ks, RankedPart, RetrievalResults, joined
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -125,45 +125,49 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     Raises:
         TypeError, ValueError: naming the argument, also for nan or infinite scores or embeddings.
     """
-    has_two = isinstance(scores, (tuple, list)) and len(scores) == 2
     by_ids = relevant is None
     has_rules = not by_ids or exclude is not None or candidates is not None
     hubness_k = as_size("hubness_k", hubness_k)
     folds = as_size("folds", folds)
     one_of("ties", ties, "pessimistic", "optimistic")
     if reranker is not None:
-        check_reranker(reranker, has_two)
+        check_reranker(reranker, _are_two(scores))
     if folds > 1 and has_rules:
         others = "relevant, excluded or candidate pairs"
         raise ValueError(f"folds: expected 1 with {others}, got {folds}")
-    if has_two:
-        sims = _pair_with_ids(scores, image_ids, text_ids, by_ids)
-    else:
-        sims = [with_ids("scores", scores, image_ids, text_ids, by_ids)]
-        check_numbering("scores", scores, sims[0], reranker)
+    sims = _with_ids(scores, image_ids, text_ids, by_ids, reranker)
     if by_ids:
         warn_of_repeated(sims[0])
     pairs = judged(sims[0], relevant, exclude, candidates)
-    parts = folds_of(sims[0], folds)
     i2t = []
     t2i = []
-    for rows, cols in parts:
+    for rows, cols in folds_of(sims[0], folds):
         inside = [part_of(sim, rows, cols) for sim in sims]
         right = pairs.within(rows, cols)
         of_images, of_texts = _rankings(inside, right, reranker, hubness_k, ties)
         i2t.append((of_images, rows, cols))
         t2i.append((of_texts, cols, rows))
-    image_ids, text_ids = query_ids(sims[0])
-    images = joined(i2t, image_ids, len(text_ids))
-    texts = joined(t2i, text_ids, len(image_ids))
-    of_folds = []
-    if folds > 1:
-        for part in parts:
-            of_folds.append(RetrievalResults(images.part(*part), texts.part(*part[::-1])))
-    results = RetrievalResults(images, texts, tuple(of_folds), pairs.right)
+    results = _joined(i2t, t2i, query_ids(sims[0]), pairs.right)
     if not has_rules:
         warn_of_unmatched(results)
     return results
+
+
+def _joined(
+    i2t: Sequence[RankedPart],
+    t2i: Sequence[RankedPart],
+    ids: tuple[Tensor, Tensor],
+    relevant: Judgements,
+) -> RetrievalResults:
+    """Return the results of all queries, from the rankings of one part or of each fold."""
+    image_ids, text_ids = ids
+    images = joined(i2t, image_ids, len(text_ids))
+    texts = joined(t2i, text_ids, len(image_ids))
+    folds = []
+    if len(i2t) > 1:
+        for _, rows, cols in i2t:
+            folds.append(RetrievalResults(images.part(rows, cols), texts.part(cols, rows)))
+    return RetrievalResults(images, texts, tuple(folds), relevant)
 
 
 def _rankings(
@@ -202,6 +206,26 @@ def check_numbering(
             f"one row for each image with {type(reranker).__name__}, which gives their numbers"
         )
         raise ValueError(f"{name}: expected {expected}, got {copies} of each; pass [::{copies}]")
+
+
+def _are_two(scores: AnyScores) -> bool:
+    """Return whether scores are a pair, of image→text and of text→image."""
+    return isinstance(scores, (tuple, list)) and len(scores) == 2
+
+
+def _with_ids(
+    scores: Any,  # AnyScores
+    image_ids: IdsLike | None,
+    text_ids: IdsLike | None,
+    by_ids: bool,
+    reranker: Reranker | None,
+) -> list[Similarity]:
+    """Return the checked scores with their ids: one matrix for both directions, or two."""
+    if _are_two(scores):
+        return _pair_with_ids(scores, image_ids, text_ids, by_ids)
+    sim = with_ids("scores", scores, image_ids, text_ids, by_ids)
+    check_numbering("scores", scores, sim, reranker)
+    return [sim]
 
 
 def _pair_with_ids(
