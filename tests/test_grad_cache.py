@@ -916,5 +916,8 @@ def test_an_input_with_a_graph_is_refused_where_each_chunk_would_go_back_through
     with pytest.raises(ValueError, match=r"^inputs\[0\]: expected tensors without a graph"):
         grad_cache_step(loss, encoders, (stem(x), y), 4)
     assert stem.weight.grad is None
+    with_graph = stem(x)
+    with torch.no_grad():  # nothing goes back
+        grad_cache_step(loss, encoders, (with_graph, y), 4)
     grad_cache_step(loss, encoders, (stem(x), y), N)
     assert stem.weight.grad is not None

@@ -357,7 +357,8 @@ def _chunks(name: str, inputs: Tree, chunk_size: int, split: Split | None) -> li
     slices = [slice(at, at + chunk_size) for at in range(0, size, chunk_size)]
     if size % chunk_size == 1:  # BatchNorm, for one, fails for a single row
         slices = even_chunks(size, chunk_size)
-    if len(slices) > 1 and any(x.grad_fn is not None for x in _tensors(inputs)):
+    goes_back = torch.is_grad_enabled() and any(x.grad_fn is not None for x in _tensors(inputs))
+    if goes_back and len(slices) > 1:
         raise ValueError(
             f"{name}: expected tensors without a graph, got one that was computed with a gradient, "
             "which each chunk would go back through; compute it in the encoder"
