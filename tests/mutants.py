@@ -38,7 +38,10 @@ EVALUATIONS = "tests/metrics/test_random_evaluations.py"
 LOSSES = [SPINE, "tests/losses"]
 CORE = [SPINE, "tests/engine", "tests/losses", "tests/test_similarity.py"]
 TESTS = {
+    "losses/telemetry": ["tests/test_telemetry.py"],
     "losses": LOSSES,
+    "training/grad_cache": ["tests/test_grad_cache.py"],
+    "training/graphed": ["tests/test_graphed.py"],
     "engine/triton": ["tests/engine/test_triton_random.py", "tests/engine"],
     "engine/kernels": ["tests/engine/test_triton_random.py", "tests/engine"],
     "engine/sets": ["tests/losses/test_late_interaction.py", "tests/engine"],

@@ -29,7 +29,7 @@ import itrloss
 from itrloss import Graphed
 from itrloss.engine import devices
 from itrloss.engine.matrix import choose_engine
-from itrloss.graphed import CUDAGraph
+from itrloss.training.graphed import CUDAGraph
 
 N, D = 6, 8
 IDS = torch.arange(N)

@@ -20,8 +20,8 @@ from support.processes import run
 
 import itrloss
 from itrloss import Similarity, TripletLoss, describe
+from itrloss.losses.telemetry import describe_memory
 from itrloss.memory import MemorySimilarity
-from itrloss.telemetry import describe_memory
 
 # ------------------------------------------------------------------------------------------ figures
 

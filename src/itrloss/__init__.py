@@ -5,15 +5,14 @@ from .anchors import Anchors
 from .checks import option
 from .checks.warnings import SuspiciousInputWarning, UnfitScalesWarning
 from .engine.related import Related
-from .grad_cache import grad_cache_step
-from .graphed import Graphed
 from .kmeans import OnlineKMeans
 from .losses import *  # noqa: F403 (every loss, by `losses.__all__`)
+from .losses.telemetry import describe
 from .memory import CoupledMemory, MomentumEncoder
 from .mining import mine_hard_negatives
 from .similarity import NO_ID, Similarity
-from .telemetry import describe
 from .terms import pair_term
+from .training import Graphed, grad_cache_step
 
 __version__ = "0.1.0"
 

@@ -27,7 +27,7 @@ from .engine.terms import (
     information,
     square,
 )
-from .engine.tiled import Hardest
+from .engine.tiled import Hardest, joined_moments
 from .engine.vectors import host_may_read, may_keep
 
 Limit = float | Tensor | None
@@ -542,31 +542,28 @@ class Anchors:
 
     def std(self) -> Tensor:
         """Return the (A,) standard deviations of :meth:`mean_std`, without the means."""
-        if self.exchange is None and not torch.is_grad_enabled() and self._in_order:
+        if torch.is_grad_enabled():
+            # About the mean, no digits of the squares cancel. Its own gradient is 0 there, but not
+            # its second derivative.
+            count = self._negative_counts()
+            shift = self._sum(Question(identity)) / -count
+            variance = self._sum(Question(square, shift=shift)) / count
+            return variance.clamp_min(1e-12).sqrt()
+        if self.exchange is None and self._in_order:
             parts = [block.matrix.std(block.sides) for block in self._blocks]
             return self._joined(parts, torch.add).clamp_min(1e-6)
-        count = self._negative_counts()
-        # About the mean, no digits of the squares cancel. Its own gradient is 0 there, but not its
-        # second derivative.
-        if torch.is_grad_enabled():
-            summed = self._sum(Question(identity))
-        else:
-            summed = self._summed_negatives()
-        shift = (summed / -count).to(self.dtype)
-        variance = self._sum(Question(square, shift=shift)) / count
-        return variance.clamp_min(1e-12).sqrt()
+        of_blocks = [block.matrix.moments(block.sides) for block in self._blocks]
+        moments = self._joined(of_blocks, joined_moments)
+        if self.exchange is not None:
+            moments = self.exchange.merged_moments(moments)
+        number, _, squares = moments
+        return (squares / number.clamp_min(1)).sqrt().clamp_min(1e-6)
 
     def _negative_counts(self) -> Any:
         """Return the number of negatives of each anchor, (A,) or one number, at least 1."""
         if self.one_to_one and self.of_one_size and self.exchange is None:
             return max(1, self.sizes[0] - 1)
         return self.counts(positive=False).clamp_min(1)
-
-    def _summed_negatives(self) -> Tensor:
-        """Return the sums (A,) of each anchor's negatives' scores, without a gradient."""
-        answers = [block.matrix.summed_negatives(block.sides) for block in self._blocks]
-        total = self._joined(answers, torch.add)
-        return total if self.exchange is None else self.exchange.merged(total)
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
         """Return (A,) ``-sum_j P_ij log2 P_ij`` over each anchor's negatives.

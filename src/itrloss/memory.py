@@ -368,7 +368,7 @@ def described(memory: CoupledMemory, keys: tuple[Tensor, Tensor]) -> str:
 def relation_of_batch(batch: tuple[Tensor, Tensor], ids: PassedIds) -> Relation:
     """Return who matches in a batch; raise an error if nothing says it."""
     images, texts = batch
-    shape = len(images), len(texts)
+    shape = images.shape[0], texts.shape[0]
     relation = relation_of(shape, ids, None, images.device, checks.IMAGES_AND_TEXTS)
     if isinstance(relation, UnknownRelation):
         raise relation.error
@@ -542,7 +542,7 @@ def sides_of_memory(
     engine: Engine,
 ) -> list[AnchorSide]:
     """Return the anchors of some sides, with the entries of the other side as candidates."""
-    numel = max([len(x) for x in batch]) * memory.size
+    numel = max(ids[0].shape[0], ids[1].shape[0]) * memory.size
     chosen = choose_engine(engine, numel, MEMORY_BUDGET, batch[0].x)
     relation: Relation | None = None
     banks = memory.texts, memory.images

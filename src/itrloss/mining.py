@@ -25,7 +25,7 @@ from .engine.inputs import even_chunks
 from .engine.products import full_float32, matmul
 from .engine.related import label_sets
 from .engine.relation import IGNORE_ID, slots
-from .engine.vectors import full_precision, normalized
+from .engine.vectors import normalized
 from .similarity import TopK
 
 _NAMES = Names("queries", "corpus", "query_ids", "corpus_ids")
@@ -189,7 +189,7 @@ def _search_block_(
         labels = F.pad(labels, (0, 0, 0, missing), value=IGNORE_ID)
     for rows in even_chunks(len(search.vectors), max(1, _TILE // len(vectors))):
         some = search.of(rows)
-        with full_precision(vectors), full_float32(vectors.device):
+        with full_float32(vectors.device):
             scores = matmul(some.vectors, vectors.T)
         _search_scores_(some, scores, labels, start)
 

@@ -187,7 +187,7 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     if moments:
         engine.inverse_norms(inputs.rows.x)
         engine.pair_scores(inputs, *which)
-        engine.std(question, inputs)
+        engine.moments(question, inputs)
         return
     engine.sums(question, inputs)
     needs = needs_of(asked, learnt, dtype)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 import itrloss
-from itrloss.graphed import CUDAGraph
+from itrloss.training.graphed import CUDAGraph
 
 # What a capture cannot hold: the host waits for the device, or sizes depend on numbers.
 WAITING = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select"}

@@ -183,6 +183,17 @@ class Exchange:
         """Return the maxima of own anchors from the maxima (..., A) of the matrices' anchors."""
         return self._exchanged(x, self.whole_sizes, merge_largest)
 
+    def merged_moments(self, moments: Tensor) -> Tensor:
+        """Return the numbers, means and squares about them (3, A) of own anchors from those of the
+        matrices' anchors.
+        """
+        number, mean, squares = moments
+        own_number, sums = self.merged(torch.stack([number, number * mean]))
+        own_mean = sums / own_number.clamp_min(1)
+        distance = mean - self.gathered(own_mean)
+        own_squares = self.merged(squares + number * distance.square())
+        return torch.stack([own_number, own_mean, own_squares])
+
     def merged_best(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (A,) best values of all processes, and their numbers among all candidates."""
         processes = self.processes

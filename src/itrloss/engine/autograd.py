@@ -27,8 +27,8 @@ from .step import (
     saved_tensors,
     second_gradients,
 )
-from .tiled import EarlyGradients, Gradients, Needs
-from .vectors import full_precision, plain_unit
+from .tiled import NOT_FOUND, EarlyGradients, Gradients, Needs
+from .vectors import plain_unit
 
 
 class Targets(NamedTuple):
@@ -65,13 +65,9 @@ class Request(NamedTuple):
         if question is not None:
             question, of_question = question.without_tensors()
             tensors += of_question
-        rest = self._replace(
-            question=question,
-            inputs=NO_INPUTS,
-            guide=None if self.guide is None else NO_INPUTS,
-            pairs=None if self.pairs is None else (None, None),
-            weights=None,
-        )
+        of_guide = None if self.guide is None else NO_INPUTS
+        pairs = None if self.pairs is None else (None, None)
+        rest = Request(question, NO_INPUTS, of_guide, pairs, self.by_triton, self.early)
         return rest, tensors
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> Request:
@@ -84,7 +80,7 @@ class Request(NamedTuple):
         guide = None if self.guide is None else Inputs.of_tensors(tensors[size : 2 * size])
         i, j = tensors[2 * size : 2 * size + 2]
         pairs = None if self.pairs is None else (i, j)
-        return self._replace(question=question, inputs=inputs, guide=guide, pairs=pairs)
+        return Request(question, inputs, guide, pairs, self.by_triton, self.early)
 
 
 def answer(
@@ -95,21 +91,20 @@ def answer(
     """
     inputs = request.inputs
     question = request.question
-    found = EarlyGradients()
-    with torch.no_grad(), full_precision(inputs.like):
-        if request.by_triton:
-            from . import triton
+    found = NOT_FOUND
+    if request.by_triton:
+        from . import triton
 
-            assert question is not None
-            pairs = None if request.pairs is None else triton.pair_scores(inputs, *request.pairs)
-            if needs is None or not request.early:
-                return triton.sums(question, inputs), pairs, found
-            sums, found = triton.sums_and_gradients(question, inputs, request.weights, needs)
-            return sums, pairs, found
-        pairs = None if request.pairs is None else pair_scores(inputs, *request.pairs)
-        if question is None:
-            return None, pairs, found
-        return tiled.sums(question, inputs, request.guide), pairs, found
+        assert question is not None
+        pairs = None if request.pairs is None else triton.pair_scores(inputs, *request.pairs)
+        if needs is None or not request.early:
+            return triton.sums(question, inputs), pairs, found
+        sums, found = triton.sums_and_gradients(question, inputs, request.weights, needs)
+        return sums, pairs, found
+    pairs = None if request.pairs is None else pair_scores(inputs, *request.pairs)
+    if question is None:
+        return None, pairs, found
+    return tiled.sums(question, inputs, request.guide), pairs, found
 
 
 def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | None]:
@@ -207,17 +202,16 @@ def first_derivatives(
     listed = None
     if request.pairs is not None and grad_pairs is not None:
         listed = ListedPairs(*request.pairs, grad_pairs)
-    with full_precision(inputs.like):
-        if question is None or grad_sums is None:
-            assert listed is not None
-            return tiled.pair_gradients(inputs, needs, listed)
-        if request.by_triton:
-            from . import triton
+    if question is None or grad_sums is None:
+        assert listed is not None
+        return tiled.pair_gradients(inputs, needs, listed)
+    if request.by_triton:
+        from . import triton
 
-            if request.early:
-                return triton.completed_gradients(question, inputs, found, grad_sums, needs, listed)
-            return triton.gradients(question, inputs, grad_sums, needs, listed)
-        return tiled.gradients(question, inputs, request.guide, grad_sums, needs, listed)
+        if request.early:
+            return triton.completed_gradients(question, inputs, found, grad_sums, needs, listed)
+        return triton.gradients(question, inputs, grad_sums, needs, listed)
+    return tiled.gradients(question, inputs, request.guide, grad_sums, needs, listed)
 
 
 # ------------------------------------------------------------------------------ second derivatives
@@ -248,8 +242,7 @@ def scores_of_guide(guide: Inputs) -> Tensor:
     """Return the (N, M) scores of a guide, which may not hold them, without a gradient."""
     if guide.scores is not None:
         return guide.scores.detach()
-    with torch.no_grad(), full_precision(guide.like):
-        return whole_scores(guide.rows, guide.cols)
+    return whole_scores(guide.rows, guide.cols)
 
 
 def plain_scores(inputs: Inputs, targets: Targets) -> Tensor:

@@ -24,13 +24,13 @@ from .vectors import compute_dtype, scaled
 TILE = {"cpu": (2**20, 2048)}
 ACCELERATOR_TILE = (2**24, 8192)
 # Tiles of scores that are kept are larger by this factor, as no product has to fit in with them:
-# half the visits, and 356 operators in place of 500 for M-DCL at 512 x 16384 x 512 on the CPU
-# (counted as in benchmarks/launches.py), in the same time.
-KEPT_FACTOR = 2
+# fewer visits, in the same time. M-DCL at 512 x 16384 x 512 on the CPU takes 240 operators in place
+# of 516 (counted as in benchmarks/launches.py).
+KEPT_FACTOR = 4
 
 
 class Side(NamedTuple):
-    """The vectors of the rows, or of the columns."""
+    """The vectors of the rows, or of the columns, without a gradient."""
 
     x: Tensor | None  # (N, D) as passed in; None where they are held at unit length
     inv: Tensor | None  # (N, 1) inverse norms; None: the vectors are taken as they are
@@ -133,11 +133,15 @@ def tiles(inputs: Inputs, guide: Inputs | None = None) -> Iterable[Tile]:
     n, m = inputs.shape
     if n == 0 or m == 0:
         return ()
-    is_kept = inputs.scores is not None
-    height, width = tile_shape(n, m, inputs.like.device.type, is_kept)
-    if guide is None and inputs.scores is not None and height == n and width == m:
-        return (Tile((slice(0, n), slice(0, m)), inputs.scores),)
-    places = [(r, c) for c in even_chunks(m, width) for r in even_chunks(n, height)]
+    scores = inputs.scores
+    height, width = tile_shape(n, m, inputs.like.device.type, scores is not None)
+    rows = even_chunks(n, height)
+    places = []
+    for c in even_chunks(m, width):
+        for r in rows:
+            places.append((r, c))
+    if guide is None and scores is not None:
+        return [Tile(place, scores[place]) for place in places]
     return tiles_at(places, inputs, guide)
 
 
@@ -198,10 +202,14 @@ def whole_scores(rows: Side, cols: Side) -> Tensor:
 
 
 def tile_shape(n: int, m: int, device: str, is_kept: bool = False) -> tuple[int, int]:
-    """Return the numbers of rows and of columns of a tile, whose scores may be kept."""
+    """Return the numbers of rows and of columns of a tile, whose scores may be kept.
+
+    Of kept scores, it has whole rows, which are next to each other in memory, if these fit.
+    """
     numel, least_width = TILE.get(device, ACCELERATOR_TILE)
     if is_kept:
         numel *= KEPT_FACTOR
+        least_width = numel
     width = min(m, max(least_width, numel // n))
     height = min(n, max(1, numel // width))
     return height, width
@@ -214,4 +222,7 @@ def even_chunks(size: int, step: int) -> list[slice]:
     would no longer tie.
     """
     count = -(-size // step)
-    return [slice(size * i // count, size * (i + 1) // count) for i in range(count)]
+    chunks = []
+    for i in range(count):
+        chunks.append(slice(size * i // count, size * (i + 1) // count))
+    return chunks

@@ -17,17 +17,16 @@ from ..torch_versions import VERSION, is_compiling
 from . import dense, devices, tiled
 from .autograd import Request, Targets, ask, with_biases
 from .inputs import NO_SIDE, TILE, Inputs, Side, even_chunks, tile_shape, whole_scores
-from .pair_scores import Index, pair_scores
+from .pair_scores import Index
 from .products import full_float32, matmul, rounds_float32
 from .question import Question, Value, is_trained, joined
-from .relation import Relation, segment_sum
+from .relation import Relation
 from .step import NO_COLUMNS, BlockSums, Layout, Step, StepPart, pairs_of
 from .terms import identity, square
 from .tiled import Hardest
 from .vectors import (
     Embeddings,
     autocast_dtype,
-    full_precision,
     host_may_read,
     inverse_norms,
     is_autocast_on,
@@ -136,7 +135,7 @@ class Matrix:
         self.keeps_scores = keeps_scores
         self._part = part
         self._scores: Tensor | None = None  # (N, M) in the graph
-        self._kept: Tensor | None = None  # (N, M) without a graph
+        self._inputs: Inputs | None = None  # of passes over the vectors, or over kept scores
         self._positives: Tensor | None = None  # (P,), where they came along with a sum
         self._summed = False  # whether sums put all scores into the graph
         #: Whether scores are a tensor in the graph.
@@ -198,7 +197,7 @@ class Matrix:
             is_memory=self.is_memory,
             sources=tuple([x.detach() for x in self._sources]) if vectors is None else (),
         )
-        twin._kept = self._kept
+        twin._inputs = self._inputs
         if self._scores is not None:
             twin._scores = self._scores.detach()
         return twin
@@ -263,17 +262,17 @@ class Matrix:
         scores = self.scores_in_graph()
         if scores is not None:
             return Inputs(NO_SIDE, NO_SIDE, scores.detach())
-        inputs = self.inputs_of_vectors()
-        if not self.keeps_scores or not may_keep():
-            return inputs
-        if self._kept is None:
-            with torch.no_grad(), full_precision(inputs.like):
-                self._kept = whole_scores(inputs.rows, inputs.cols)
-        return inputs._replace(scores=self._kept)
-
-    def inputs_of_vectors(self) -> Inputs:
-        """Return the inputs of a pass over the vectors alone."""
         self.check_unchanged()
+        if self._inputs is not None:
+            return self._inputs
+        keeps = may_keep()
+        inputs = self._inputs_of_vectors(self.keeps_scores and keeps)
+        if keeps:
+            self._inputs = inputs
+        return inputs
+
+    def _inputs_of_vectors(self, keeps_scores: bool) -> Inputs:
+        """Return the vectors of a large matrix, and its scores with the unit vectors if kept."""
         assert self.embeddings is not None
         find = inverse_norms
         if self.engine == "triton" and not is_compiling():
@@ -282,10 +281,13 @@ class Matrix:
             find = triton.inverse_norms
         sides: list[Side] = []
         for vectors in self.embeddings:
-            unit = vectors.unit() if self.keeps_scores and may_keep() else None
-            x = vectors.x if unit is None else None
-            sides.append(Side(x, vectors.inverse_norms(find), unit, vectors.bias))
-        return Inputs(sides[0], sides[1], None)
+            unit = vectors.unit() if keeps_scores else None
+            x = vectors.x.detach() if unit is None else None
+            sides.append(Side(x, vectors.inverse_norms(find), unit, vectors.constant_bias))
+        rows, cols = sides
+        if not keeps_scores:
+            return Inputs(rows, cols, None)
+        return Inputs(rows, cols, whole_scores(rows, cols))
 
     def targets(self) -> Targets:
         """Return what gets the gradient of sums over the scores."""
@@ -304,7 +306,7 @@ class Matrix:
         inputs = self._exact_inputs()
         if inputs.scores is not None:
             return inputs.scores
-        with torch.no_grad(), full_precision(inputs.like), full_float32(self.device):
+        with full_float32(self.device):
             return whole_scores(inputs.rows, inputs.cols)
 
     def _is_trained(self) -> bool:
@@ -332,7 +334,7 @@ class Matrix:
         sides: list[Side] = []
         for vectors in self.embeddings:
             given = Embeddings(vectors.given.detach(), vectors.normalize)
-            sides.append(Side(given.x, given.inverse_norms(), None, vectors.bias))
+            sides.append(Side(given.x, given.inverse_norms(), None, vectors.constant_bias))
         return Inputs(sides[0], sides[1], None)
 
     # ------------------------------------------------------------------------------------ answers
@@ -449,62 +451,42 @@ class Matrix:
                 other = None if guide is None else guide.scores().to(self.dtype)
                 return dense.highest(question, self.scores(), other)
             inputs = self.inputs()
-            with full_precision(inputs.like):
-                if guide is None and self.engine == "triton" and not self.is_biased:
-                    from . import triton
-
-                    return triton.highest(question, inputs)
-                return tiled.highest(question, inputs, None if guide is None else guide.inputs())
-
-    def std(self, sides: tuple[int, ...]) -> Tensor:
-        """Return the (A,) standard deviations of each anchor's negatives' scores. No gradient.
-
-        A small matrix is one block that is visited once, in place of a sum and a sum of squares.
-        """
-        with torch.no_grad():
-            if self._keeps_slopes:
-                scores = self.scores_in_graph()
-                assert scores is not None
-                return tiled.std_of_block(self.relation, scores, sides)
-            question = Question(identity, self.relation, sides)
-            if self._has_kernel(question) and not is_compiling():
+            if guide is None and self.engine == "triton" and not self.is_biased:
                 from . import triton
 
-                inputs = self.inputs()
-                with full_precision(inputs.like):
-                    return triton.std(question, inputs)
-            count = joined([self.relation.counts(side, positive=False) for side in sides])
-            count = count.clamp_min(1)
-            shift = (self.summed_negatives(sides) / -count).to(self.dtype)
-            squares = self.sums(Question(square, self.relation, sides, shift=shift))
-            return (squares / count).sqrt()
+                return triton.highest(question, inputs)
+            return tiled.highest(question, inputs, None if guide is None else guide.inputs())
 
-    def summed_negatives(self, sides: tuple[int, ...]) -> Tensor:
-        """Return the sums (A,) of the scores of each anchor's negatives. No gradient.
-
-        Where no matrix is formed for them, they are float64: of few negatives among many positives
-        nothing but digits of float32 would be left.
+    def std(self, sides: tuple[int, ...]) -> Tensor:
+        """Return the (A,) standard deviations of each anchor's negatives' scores, 0 without any. No
+        gradient.
         """
-        with torch.no_grad():
-            if self.in_graph or not self.relation.others_are_negatives:
-                return self.sums(Question(identity, self.relation, sides))
-            inputs = self.inputs_of_vectors()
-            with full_precision(inputs.like):
-                parts = []
-                for side in sides:
-                    missing = self.relation.ignored[1 - side]
-                    total = tiled.summed_scores(inputs, side, missing)
-                    parts.append(total - self._summed_positives(inputs, side))
-            return joined(parts)
+        if self._keeps_slopes:
+            scores = self.scores_in_graph()
+            assert scores is not None
+            return tiled.std_of_block(self.relation, scores, sides)
+        number, _, squares = self.moments(sides)
+        return (squares / number.clamp_min(1)).sqrt()
 
-    def _summed_positives(self, inputs: Inputs, side: int) -> Tensor:
-        """Return the float64 sums (A,) of the scores of each anchor's positives. No gradient."""
-        if self.relation.by_ids and not (self.host_may_read() and self.relation.are_few):
-            own, others = (x.all_vectors().double() for x in inputs.sides(side))
-            return self._sums_by_class(own, others, side)
-        i, j = self.relation.listed
-        scores = pair_scores(inputs, i, j, dtype=torch.float64)
-        return segment_sum(scores, self.relation.listed[side], self.shape[side])
+    def moments(self, sides: tuple[int, ...]) -> Tensor:
+        """Return the number of each anchor's negatives, the mean of their scores and the sum of
+        their squares about it: (3, A), without a gradient.
+
+        About the mean, no digits of the squares cancel.
+        """
+        question = Question(identity, self.relation, sides)
+        if self.engine == "dense":
+            counts = [self.relation.counts(side, positive=False) for side in sides]
+            number = joined(counts).to(self.dtype)
+            mean = self.sums(question) / number.clamp_min(1)
+            squares = self.sums(Question(square, self.relation, sides, shift=-mean))
+            return torch.stack([number, mean, squares])
+        inputs = self.inputs()
+        if self._has_kernel(question) and not is_compiling():
+            from . import triton
+
+            return triton.moments(question, inputs)
+        return tiled.moments(question, inputs)
 
     def sums_by_class(self) -> bool:
         """Return whether plain scores of positives are best summed from the vectors of classes.
@@ -579,8 +561,7 @@ class Matrix:
             assert scores is not None
             return tiled.hardest_of_block(question, scores)
         inputs = self.inputs()
-        with full_precision(inputs.like):
-            return tiled.hardest(question, inputs)
+        return tiled.hardest(question, inputs)
 
     def _pairs_of(self, sides: tuple[int, ...], others: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows and columns (A,) of anchors of some sides with a candidate each."""
@@ -685,7 +666,7 @@ class Matrix:
                 whole = inputs.scores.T if side else inputs.scores
                 block = contiguous_copy(whole[part], self.dtype)
             else:
-                with torch.no_grad(), full_precision(inputs.like), full_float32(self.device):
+                with full_float32(self.device):
                     block = block_of_scores(inputs, side, part)
             yield part, block
 

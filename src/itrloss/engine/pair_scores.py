@@ -39,11 +39,8 @@ class ListedPairs(NamedTuple):
         return add_segments_(total, index, self.grad)
 
 
-def pair_scores(inputs: Inputs, i: Index, j: Index, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the (P,) scores of rows i with columns j, without a gradient.
-
-    ``dtype``: in which they are computed from embeddings, by default the dtype of all scores.
-    """
+def pair_scores(inputs: Inputs, i: Index, j: Index) -> Tensor:
+    """Return the (P,) scores of rows i with columns j, without a gradient."""
     if inputs.scores is not None:
         if i is None or j is None:
             return inputs.scores.diagonal().clone()
@@ -51,11 +48,9 @@ def pair_scores(inputs: Inputs, i: Index, j: Index, dtype: torch.dtype | None = 
     rows = inputs.rows
     cols = inputs.cols
     size = len(rows.like) if i is None else len(i)
-    if dtype is None:
-        dtype = inputs.dtype
-    scores = torch.empty(size, dtype=dtype, device=inputs.like.device)
+    scores = torch.empty(size, dtype=inputs.dtype, device=inputs.like.device)
     for part in gathered_parts(size, rows.like):
-        left = gathered(rows, i, part).to(dtype)
+        left = gathered(rows, i, part)
         right = gathered(cols, j, part)
         torch.sum(left * right, 1, out=scores[part])
     if rows.bias is not None:

@@ -90,8 +90,10 @@ class Product(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         """Return the product."""
         ctx.save_for_backward(a, b)
+        if a.dim() == 2:
+            return matmul(a, b)
         with full_precision(a):
-            return a @ b if a.dim() > 2 else matmul(a, b)
+            return a @ b
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -108,14 +110,23 @@ def matmul(
     b: Tensor,  # (k, m)
     out: Tensor | None = None,  # (n, m), used where that saves an allocation
 ) -> Tensor:
-    """Return ``a @ b``."""
+    """Return ``a @ b``, without a gradient: in full precision, as autocast leaves operators alone
+    that write to a given tensor.
+    """
     if _use_onednn(a, b):
         return _onednn(a, b)
-    return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    if out is None:
+        out = a.new_empty(a.shape[0], b.shape[1])
+    return torch.mm(a, b, out=out)
+
+
+def vecdot(a: Tensor, b: Tensor) -> Tensor:
+    """Return the (n,) products of rows (n, k) with rows, in full precision as :func:`matmul`."""
+    return torch.linalg.vecdot(a, b, out=a.new_empty(a.shape[0]))
 
 
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to ``total``."""
+    """Add ``a @ b`` to ``total``, in full precision as :func:`matmul`."""
     if _use_onednn(a, b):
         total.add_(_onednn(a, b))
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
@@ -15,7 +14,7 @@ from torch import Tensor
 from ..checks.ids import NO_ID
 from ..torch_versions import is_compiling
 from .devices import is_recorded
-from .vectors import compute_dtype, host_may_read, may_keep
+from .vectors import compute_dtype, host_may_read
 
 IGNORE_ID = NO_ID  # id of an entry that does not exist: it matches nothing
 
@@ -91,8 +90,10 @@ def kept(
             return self._known[key]
         if is_compiling():
             return compute(self, *args, **kwargs)
-        context = contextlib.nullcontext() if may_keep() else torch.inference_mode(False)
-        with context:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                result = compute(self, *args, **kwargs)
+        else:
             result = compute(self, *args, **kwargs)
         is_mask = isinstance(result, Tensor) and result.dim() == 2
         if not (is_mask and result.numel() > KEPT_MASK):
@@ -313,12 +314,15 @@ class Relation:
             if -x.shape[-2] < offset < x.shape[-1]:
                 x.diagonal(offset, -2, -1).fill_(value)
             return x
-        fills = not self._is_small and self._fills_entries()
+        entries: tuple[Tensor, Tensor] | None = None
+        if over == "negatives" and not self._is_small:
+            entries = self._entries()
         # what was kept may be asked for in a compiled graph, where the host reads nothing
-        if over == "negatives" and fills and not is_compiling():
-            i, j = self._listed_within(rows, cols)
-            if len(i) * 16 <= x.shape[-1] * x.shape[-2]:
-                if len(i):
+        if entries is not None and not is_compiling():
+            i, j = self._within(entries, rows, cols)
+            count = i.shape[0]
+            if count * 16 <= x.shape[-1] * x.shape[-2]:
+                if count:
                     x[..., i, j] = value
                 if self.all_exist:
                     return x
@@ -330,20 +334,24 @@ class Relation:
         return x if mask is None else x.masked_fill_(mask, value)
 
     @kept
-    def _fills_entries(self) -> bool:
-        """Return whether positives may be filled one by one: listed, and at hand on the CPU."""
+    def _entries(self) -> tuple[Tensor, Tensor] | None:
+        """Return the positive pairs if they may be filled one by one: few, and at hand on the CPU;
+        None: by a mask.
+        """
         if not self.by_ids or self.ids[0].device.type != "cpu":  # type: ignore[union-attr]
-            return False
-        return self.listable and self.are_few
+            return None
+        return self.listed if self.listable and self.are_few else None
 
-    def _listed_within(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
-        """Return the positive pairs of a block on the CPU, as places in it."""
+    def _within(
+        self, pairs: tuple[Tensor, Tensor], rows: slice, cols: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Return those of all positive pairs on the CPU that are in a block, as places in it."""
         n, m = self.shape
         if rows.start == 0 and rows.stop == n:
             i, j = self._listed_by_column()
             part = between(j, cols)
             return i[part], j[part] - cols.start
-        i, j = self.listed
+        i, j = pairs
         part = between(i, rows)
         i = i[part] - rows.start
         j = j[part]
@@ -395,6 +403,17 @@ class Relation:
         """Return :meth:`negative_counts` of one side, in a dtype."""
         return self.counts(side, positive=False).clamp_min(1).to(dtype)
 
+    def negatives_within(self, side: int, places: Places) -> Tensor:
+        """Return how many negatives the rows (0) or columns (1) of a block have in it: (r,) or
+        (c,).
+        """
+        others = places[1 - side]
+        if others.start == 0 and others.stop == self.shape[1 - side]:
+            return self.counts(side, positive=False)[places[side]]
+        r, c = places
+        pairs = torch.ones(r.stop - r.start, c.stop - c.start, device=self.device)
+        return self.exclude_(pairs, places, 0.0).sum(1 - side)
+
     def _counts_by_ids(self, side: int, positive: bool) -> Tensor:
         """Return :meth:`counts` of one side, from sorted ids."""
         own = self.ids[side]
@@ -420,7 +439,7 @@ class Relation:
         own = self.ids[side]
         assert own is not None
         # Entries of no class add 0, some of them behind the last one.
-        of_class = found.counts.new_zeros(len(own) + 1)
+        of_class = found.counts.new_zeros(own.shape[0] + 1)
         of_class.index_add_(0, found.first, (found.counts > 0).to(of_class.dtype))
         return of_class[torch.searchsorted(found.ordered, own)]
 
@@ -451,14 +470,15 @@ class Relation:
     @kept
     def _occurrences(self) -> Occurrences:
         """Return where the ids of the longer side are among the sorted ones of the shorter."""
-        own = self.ids[self._shorter]
-        others = self.ids[1 - self._shorter]
+        shorter = self._shorter
+        own = self.ids[shorter]
+        others = self.ids[1 - shorter]
         assert own is not None and others is not None
         ordered, order = torch.sort(own, stable=True)
         # int32 takes half the memory: of a million entries, 8 MB for 16.
         first = torch.searchsorted(ordered, others, out_int32=True)
         count = torch.searchsorted(ordered, others, right=True, out_int32=True).sub_(first)
-        ignored = self.ignored[1 - self._shorter]
+        ignored = self.ignored[1 - shorter]
         if ignored is not None:
             count.masked_fill_(ignored, 0)
         return Occurrences(ordered, order, first, count)
@@ -721,7 +741,7 @@ def is_diagonal(shape: tuple[int, int], rows: Tensor, cols: Tensor) -> bool:
     if not host_may_read(rows) or not torch.equal(rows, cols):
         return False
     different = rows.unique()
-    return len(different) == len(rows) and int(different[0]) != IGNORE_ID
+    return different.shape == rows.shape and int(different[0]) != IGNORE_ID
 
 
 def missing_masks(rows: Tensor, cols: Tensor, device: torch.device | None) -> Ids:

@@ -28,7 +28,7 @@ from .inputs import ACCELERATOR_TILE, TILE, even_chunks, taken
 from .products import product
 from .relation import weighted_sums
 from .step import aliases
-from .vectors import compute_dtype, full_precision, normalized
+from .vectors import compute_dtype, normalized
 
 # A winner, with its indices and what sorting them takes, needs the memory of so many scores.
 WINNER = 8
@@ -289,7 +289,7 @@ def scores_and_winners(
         winners = empty_winners(rows, cols, form)
     right: Sets | None = None
     known: slice | None = None
-    with torch.no_grad(), full_precision(rows.x):
+    with torch.no_grad():
         for r, c in blocks(rows, cols, cols.size):
             if right is None or c != known:  # the larger parts change less often
                 right = cols.part(c).prepared(form.normalize)
@@ -373,7 +373,7 @@ def gradients(
     """Return the gradients of both sides' elements; None where they need none."""
     of_rows = zeros_of_elements(rows)
     of_cols = zeros_of_elements(cols)
-    with torch.no_grad(), full_precision(rows.x):
+    with torch.no_grad():
         for r, c in blocks(rows, cols, cols.size if winners is None else WINNER):
             row_leaf = rows.leaf(r)
             col_leaf = cols.leaf(c)

@@ -17,10 +17,10 @@ from torch import Tensor
 from ..torch_versions import is_compiling
 from . import dense, tiled
 from .pair_scores import Index, ListedPairs
-from .products import add_matmul_, matmul, product
+from .products import add_matmul_, matmul, product, vecdot
 from .question import Question, Value, is_trained, joined
 from .relation import weighted_sums
-from .vectors import EPS, compute_dtype, full_precision, may_keep, plain_unit
+from .vectors import EPS, compute_dtype, plain_unit
 
 # ----------------------------------------------------------------------- the scores of a small step
 
@@ -67,19 +67,18 @@ class StepScores(torch.autograd.Function):
         *vectors: Tensor,  # (N, D) each
     ) -> tuple[Tensor, ...]:
         """Return the unit vectors (V, D), the scores (N, M) of each matrix, and the diagonals."""
-        with full_precision(vectors[0]):
-            unit = torch.cat(vectors).to(compute_dtype(vectors[0]))
-            norms: Tensor | None = None
-            if layout.normalize:
-                lengths = torch.linalg.vector_norm(unit, 2, 1, True)
-                norms = torch.threshold(lengths, EPS, math.inf)
-                unit.div_(norms)
-            scores = []
-            for k, (rows, _) in enumerate(layout.places):
-                columns = layout.columns(k, unit, memories)
-                scores.append(matmul(unit[rows], columns.T))
-            for rows, cols in layout.diagonals:
-                scores.append(torch.linalg.vecdot(unit[rows], unit[cols]))
+        unit = torch.cat(vectors).to(compute_dtype(vectors[0]))
+        norms: Tensor | None = None
+        if layout.normalize:
+            lengths = torch.linalg.vector_norm(unit, 2, 1, True)
+            norms = torch.threshold(lengths, EPS, math.inf)
+            unit.div_(norms)
+        scores = []
+        for k, (rows, _) in enumerate(layout.places):
+            columns = layout.columns(k, unit, memories)
+            scores.append(matmul(unit[rows], columns.T))
+        for rows, cols in layout.diagonals:
+            scores.append(vecdot(unit[rows], unit[cols]))
         ctx.set_materialize_grads(False)
         trained: list[Tensor | None] = []
         ctx.sizes = []
@@ -111,14 +110,13 @@ class StepScores(torch.autograd.Function):
             ]
             outputs = scores_of_units(layout, memories, known)
             return None, None, *second_gradients(outputs, grads, places)
-        with full_precision(unit):
-            total = gradient_of_units(
-                layout, unit, memories, grad, of_outputs, starts_of(sizes, needed)
-            )
-            trained = unit[: layout.trained]
-            if norms is not None:
-                along = (trained * total).sum(1, keepdim=True)
-                total.addcmul_(trained, along, value=-1).div_(norms[: layout.trained])
+        total = gradient_of_units(
+            layout, unit, memories, grad, of_outputs, starts_of(sizes, needed)
+        )
+        trained = unit[: layout.trained]
+        if norms is not None:
+            along = (trained * total).sum(1, keepdim=True)
+            total.addcmul_(trained, along, value=-1).div_(norms[: layout.trained])
         of_vectors: list[Tensor | None] = []
         first = 0
         for x, size in zip(vectors, sizes, strict=True):
@@ -183,9 +181,8 @@ def scores_of_units(
     """
     unit = torch.cat(list(units))
     scores = []
-    with full_precision(unit):
-        for k, (rows, _) in enumerate(layout.places):
-            scores.append(unit[rows] @ layout.columns(k, unit, memories).T)
+    for k, (rows, _) in enumerate(layout.places):
+        scores.append(product(unit[rows], layout.columns(k, unit, memories).T))
     for rows, cols in layout.diagonals:
         scores.append((unit[rows] * unit[cols]).sum(1))
     return unit, *scores
@@ -225,21 +222,15 @@ class Step:
 
     def outputs(self) -> tuple[Tensor, ...]:
         """Return the unit vectors (V, D), the scores (N, M) of each matrix, and the diagonals, with
-        their graph.
-
-        They have it even if they are first used under ``no_grad``.
+        their graph if there is one now.
         """
         if self._known is not None:
             return self._known
-        if not may_keep():
-            return StepScores.apply(self.layout, self.memories, *self.vectors)  # type: ignore[return-value]
-        with torch.enable_grad():
-            if is_compiling():
-                outputs = step_scores(self.layout, self.memories, *self.vectors)
-            else:
-                outputs = StepScores.apply(self.layout, self.memories, *self.vectors)
-        self._known = outputs  # type: ignore[assignment]
-        return outputs  # type: ignore[return-value]
+        multiply: Any = step_scores if is_compiling() else StepScores.apply
+        outputs = multiply(self.layout, self.memories, *self.vectors)
+        if torch.is_grad_enabled():
+            self._known = outputs
+        return outputs
 
 
 class StepPart(NamedTuple):
@@ -304,8 +295,7 @@ class PairsOfUnits(torch.autograd.Function):
             ctx.slices = i, j
         if known is not None:
             return known.clone()
-        with full_precision(unit):
-            return torch.linalg.vecdot(unit[i], unit[j])
+        return vecdot(unit[i], unit[j])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

@@ -17,16 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .inputs import Inputs, Side, Tile, even_chunks, tiles
+from .inputs import Inputs, Side, Tile, tiles
 from .pair_scores import ListedPairs, add_pair_gradient
 from .products import add_matmul_, matmul
 from .question import Question, View, joined, views
 from .ranking import argmax
 from .relation import Places, Relation
 from .vectors import chunks, compute_dtype, project
-
-# Elements of vectors that are summed at once, in float64: 8 MB.
-SUMMED_AT_ONCE = 2**20
 
 
 class Hardest(NamedTuple):
@@ -55,9 +52,10 @@ def join_(
 
 def sums(question: Question, inputs: Inputs, guide: Inputs | None = None) -> Tensor:
     """Return the sums (A,) of a question."""
+    like = inputs.like
+    totals = torch.empty(question.size, dtype=compute_dtype(like), device=like.device)
     if 0 in inputs.shape:  # there is no block
-        return torch.zeros(question.size, dtype=inputs.dtype, device=inputs.like.device)
-    totals = torch.empty(question.size, dtype=inputs.dtype, device=inputs.like.device)
+        return totals.zero_()
     for tile in tiles(inputs, guide):
         for view in views(question, tile):
             join_(totals, view, view.values())
@@ -109,6 +107,45 @@ def std_of_block(relation: Relation, scores: Tensor, sides: Sequence[int]) -> Te
         length = torch.linalg.vector_norm(relation.exclude_(about, places, 0.0), dim=1 - side)
         of_sides.append(length / count**0.5)
     return joined(of_sides)
+
+
+def moments(question: Question, inputs: Inputs) -> Tensor:
+    """Return the number of each anchor's negatives, the mean of their scores and the sum of their
+    squares about it: (3, A).
+    """
+    relation = question.relation
+    like = inputs.like
+    known = torch.zeros(3, question.size, dtype=compute_dtype(like), device=like.device)
+    for tile in tiles(inputs):
+        negatives = relation.exclude_(tile.scores.clone(), tile.places, 0.0)
+        for side in question.sides:
+            own = known[:, question.anchors(side, tile.places[side])]
+            of_tile = moments_of_tile(relation, tile, side, negatives)
+            is_first = tile.places[1 - side].start == 0
+            own.copy_(of_tile if is_first else joined_moments(own, of_tile))
+    return known
+
+
+def moments_of_tile(relation: Relation, tile: Tile, side: int, negatives: Tensor) -> Tensor:
+    """Return the moments (3, a) of one block for a side's anchors; ``negatives`` (r, c): its scores
+    with 0 for all other pairs.
+    """
+    number = relation.negatives_within(side, tile.places).to(negatives.dtype)
+    mean = negatives.sum(1 - side) / number.clamp_min(1)
+    about = tile.scores - (mean if side else mean[:, None])
+    squares = relation.exclude_(about, tile.places, 0.0).square_().sum(1 - side)
+    return torch.stack([number, mean, squares])
+
+
+def joined_moments(first: Tensor, second: Tensor) -> Tensor:
+    """Return the moments (3, A) of the candidates of two blocks, of which one may have none."""
+    number, mean, squares = first
+    others, other_mean, other_squares = second
+    total = number + others
+    share = others / total.clamp_min(1)
+    distance = other_mean - mean
+    between = distance.square() * number * share
+    return torch.stack([total, mean + distance * share, squares + other_squares + between])
 
 
 def highest(question: Question, inputs: Inputs, guide: Inputs | None = None) -> Tensor:
@@ -186,6 +223,9 @@ class EarlyGradients(NamedTuple):
     shift: Tensor | None = None  # like the shift, of a total
 
 
+NOT_FOUND = EarlyGradients()
+
+
 def gradients(
     question: Question,
     inputs: Inputs,
@@ -209,9 +249,7 @@ def gradients(
         scores.add(tile.places, total)
     if listed is not None:
         scores.add_pairs(listed)
-    return scores.finish()._replace(
-        scale=of_question.scale, shift=of_question.shift, params=tuple(of_question.params)
-    )
+    return scores.finish(of_question.scale, of_question.shift, of_question.params)
 
 
 class BlockGradients(NamedTuple):
@@ -362,17 +400,19 @@ class ScoreGradients:
             )
         return self.scores
 
-    def finish(self) -> Gradients:
-        """Return the gradients of the inputs; the values have none yet."""
-        inputs = self.inputs
-        return Gradients(
-            rows=of_vectors(self.rows, inputs.rows) if self.needs.rows else None,
-            cols=of_vectors(self.cols, inputs.cols) if self.needs.cols else None,
-            row_bias=self.row_bias,
-            col_bias=self.col_bias,
-            scores=self._whole_scores() if self.needs.scores else None,
-            params=(None,) * len(self.needs.params),
-        )
+    def finish(
+        self,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        params: Sequence[Tensor | None] = (),
+    ) -> Gradients:
+        """Return the gradients of the inputs, with those of a question's values."""
+        needs = self.needs
+        rows = of_vectors(self.rows, self.inputs.rows) if needs.rows else None
+        cols = of_vectors(self.cols, self.inputs.cols) if needs.cols else None
+        scores = self._whole_scores() if needs.scores else None
+        biases = self.row_bias, self.col_bias
+        return Gradients(rows, cols, *biases, scores, scale, shift, tuple(params))
 
 
 def with_product(
@@ -386,8 +426,8 @@ def with_product(
     own, others = inputs.sides(side)
     a = grad.T if side else grad
     b = others.vectors(places[1 - side])
-    size = len(own.like)
-    if total is None and len(a) == size:
+    size = own.like.shape[0]
+    if total is None and a.shape[0] == size:
         return matmul(a, b)
     if total is None:
         total = b.new_zeros(size, b.shape[1])
@@ -404,33 +444,3 @@ def of_vectors(grad: Tensor | None, side: Side) -> Tensor:
     for part in chunks(grad):  # temporaries stay small
         grad[part] = project(grad[part], side.vectors(part), side.inv[part])
     return grad
-
-
-def summed_scores(inputs: Inputs, side: int, missing: Tensor | None = None) -> Tensor:
-    """Return the float64 sums (A,) of all scores of a side's vectors.
-
-    They are the products of the vectors with the sum of the others: no matrix is formed.
-    ``missing``: (C,) bool, the others that do not exist.
-    """
-    own, others = inputs.sides(side)
-    total = summed_vectors(others, missing)
-    sums = torch.cat([own.vectors(part).double() @ total for part in chunks(own.like)])
-    number: int | Tensor = len(others.like) if missing is None else (~missing).sum()
-    if own.bias is not None:
-        sums = sums + own.bias * number
-    if others.bias is not None:
-        bias = others.bias if missing is None else others.bias.masked_fill(missing, 0.0)
-        sums = sums + bias.sum()
-    return sums
-
-
-def summed_vectors(side: Side, missing: Tensor | None = None) -> Tensor:
-    """Return the float64 sum (D,) of a side's vectors, without those that are missing (N,)."""
-    total = torch.zeros(side.like.shape[1], dtype=torch.float64, device=side.like.device)
-    step = max(1, SUMMED_AT_ONCE // side.like.shape[1])
-    for part in even_chunks(len(side.like), step):
-        vectors = side.vectors(part)
-        if missing is not None:
-            vectors = vectors.masked_fill(missing[part, None], 0.0)
-        total += vectors.sum(0, dtype=torch.float64)  # PyTorch copies them in that type
-    return total

@@ -23,6 +23,7 @@ from . import kernels
 from . import pair_scores as of_pairs
 from .inputs import NO_SIDE, Inputs, Side
 from .pair_scores import Index, ListedPairs
+from .products import matmul
 from .question import Question, Value, has_each, is_trained
 from .relation import Ids, Places, Relation, Rule, are_sets
 from .tiled import EarlyGradients, Gradients, Needs
@@ -116,14 +117,11 @@ def highest(question: Question, inputs: Inputs) -> Tensor:
     return reduced(Pass(question, inputs, kernels.identity), MAXIMUM)[0]
 
 
-def std(question: Question, inputs: Inputs) -> Tensor:
-    """Return the standard deviations (A,) of the scores of a question's candidates, 0 without any.
-
-    A sum of squares about a shift, which has to be near the mean of few negatives among many
-    positives, takes M-DCL 157 launches more (pytest tests/engine/test_triton_costs.py -k launches).
+def moments(question: Question, inputs: Inputs) -> Tensor:
+    """Return the number of a question's candidates, the mean of their scores and the sum of their
+    squares about it: (3, A).
     """
-    number, _, squares = reduced(Pass(question, inputs, kernels.identity), MOMENTS)
-    return (squares / number.clamp_min(1.0)).sqrt()
+    return reduced(Pass(question, inputs, kernels.identity), MOMENTS)
 
 
 def reduced(run: Pass, reduction: Reduction) -> Tensor:
@@ -943,7 +941,7 @@ def _addmm(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` of half-precision matrices in float32."""
     if a.device.type not in MULTIPLY_HALF:
-        return torch.mm(a.float(), b.float())
+        return matmul(a.float(), b.float())
     with float32_accumulation(a.dtype):
         return torch.mm(a, b, out_dtype=torch.float32)
 

@@ -68,8 +68,9 @@ def may_keep() -> bool:
 def chunks(x: Tensor) -> list[slice]:
     """Return slices of the rows of (N, D) embeddings, for a pass whose temporaries stay small."""
     size = CHUNK if x.device.type == "cpu" else ACCELERATOR_CHUNK
-    step = max(1, size // max(1, x.shape[1]))
-    return [slice(start, min(start + step, len(x))) for start in range(0, len(x), step)]
+    count, dim = x.shape
+    step = max(1, size // max(1, dim))
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def inverse_norms(x: Tensor) -> Tensor:
@@ -209,8 +210,10 @@ class Embeddings:
             self.bias = savable(bias).to(self.dtype)
         self.version = version_of(x)
         self._bias_version: int | None = None
+        self.constant_bias: Tensor | None = None  # without a gradient
         if self.bias is not None:
             self._bias_version = version_of(self.bias)
+            self.constant_bias = self.bias.detach()
         self._inverse_norms: Tensor | None = None
         self._unit: Tensor | None = None
         self._stand_in: Tensor | None = None
@@ -238,8 +241,7 @@ class Embeddings:
         """Return the (N, D) vectors at unit length if ``normalize``, without a graph; cached."""
         if self._unit is not None:
             return self._unit
-        with torch.no_grad():
-            unit = scaled(self.x, self.inverse_norms())
+        unit = scaled(self.x.detach(), self.inverse_norms())
         if may_keep():
             self._unit = unit
         return unit
@@ -253,8 +255,7 @@ class Embeddings:
             return None
         if self._inverse_norms is not None:
             return self._inverse_norms
-        with torch.no_grad():
-            inv = find(self.x)
+        inv = find(self.x.detach())
         if may_keep():
             self._inverse_norms = inv
         return inv
@@ -273,8 +274,7 @@ class Embeddings:
 
     def detach(self) -> Embeddings:
         """Return the same embeddings without a gradient."""
-        bias = None if self.bias is None else self.bias.detach()
-        twin = Embeddings(self.given.detach(), self.normalize, bias, self.is_unit)
+        twin = Embeddings(self.given.detach(), self.normalize, self.constant_bias, self.is_unit)
         twin.target = self.target.detach()
         twin.x = self.x.detach()
         twin.is_rounded = self.is_rounded

@@ -10,8 +10,8 @@ from typing import Any, cast, get_args
 from torch import Tensor, nn
 
 from ..checks import as_size
-from ..grad_cache import grad_cache_step
 from ..losses.matryoshka import argument_names
+from ..training import grad_cache_step
 from . import (
     SavesLosses,
     State,

@@ -42,8 +42,8 @@ from ..engine.relation import Rule, missing_mask
 from ..functional import Reduction, Values
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Directions, Engine, Similarity, as_directions
-from ..telemetry import describe, describe_memory
 from ..torch_versions import is_compiling
+from .telemetry import describe, describe_memory
 
 Parameter = TypeVar("Parameter", bound=Value)  # of a loss, or what is computed from one
 _EMPTY_CALLS = 100  # with an empty memory, until there is a warning
@@ -557,7 +557,7 @@ class MemoryLoss(DirectedLoss):
             ``"text-image"``.
         reduction, engine, check_finite: see :class:`PairLoss`. ``engine`` goes by the size of the
             memory.
-        telemetry: the same of :func:`itrloss.telemetry.describe_memory`.
+        telemetry: the same of :func:`itrloss.losses.telemetry.describe_memory`.
         gather, process_group: see :class:`PairLoss`. The memory takes in the keys of all processes
             in any case.
     """

@@ -32,10 +32,10 @@ from ..engine.related import PassedIds
 from ..engine.vectors import Embeddings, normalized
 from ..functional import Values
 from ..similarity import Similarity
-from ..telemetry import describe
 from ..torch_versions import is_compiling
 from .base import Loss, SimilarityLoss, existing
 from .other_model import matrix_of_scores
+from .telemetry import describe
 
 _NAMES = IMAGES_AND_TEXTS._replace(rows="image_sets")
 

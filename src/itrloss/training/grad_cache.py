@@ -18,11 +18,11 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from .checks import as_size
-from .checks.warnings import warn
-from .distributed import world_size
-from .engine.inputs import even_chunks
-from .torch_versions import require_version
+from ..checks import as_size
+from ..checks.warnings import warn
+from ..distributed import world_size
+from ..engine.inputs import even_chunks
+from ..torch_versions import require_version
 
 __all__ = ["grad_cache_step"]
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from .checks import CheckedModule, option
-from .engine.devices import is_recorded, recording
-from .engine.vectors import version_of
-from .memory import CoupledMemory
-from .torch_versions import get_autocast_dtype, is_autocast_enabled, is_compiling, require_version
+from ..checks import CheckedModule, option
+from ..engine.devices import is_recorded, recording
+from ..engine.vectors import version_of
+from ..memory import CoupledMemory
+from ..torch_versions import get_autocast_dtype, is_autocast_enabled, is_compiling, require_version
 
 __all__ = ["Graphed"]
 

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .anchors import Anchors
-from .checks import as_size
-from .distributed import world_size
-from .functional import std_diversity
-from .memory import MemorySimilarity
-from .metrics.results import skewness
-from .similarity import Similarity
-from .terms import identity, pair_term
+from ..anchors import Anchors
+from ..checks import as_size
+from ..distributed import world_size
+from ..functional import std_diversity
+from ..memory import MemorySimilarity
+from ..metrics.results import skewness
+from ..similarity import Similarity
+from ..terms import identity, pair_term
 
 __all__ = ["describe", "describe_memory"]
 
