@@ -182,6 +182,36 @@ def test_engines_that_multiply_float32_round_nothing(name):
     assert_identical(found, wanted)
 
 
+@pytest.mark.parametrize(
+    "kind", [itrloss.MemoryDiversityContrastiveLoss, itrloss.UnifiedTrainingObjective]
+)
+@pytest.mark.parametrize("engine_name", ["dense", "tiled", "auto"])
+def test_products_with_keys_round_nothing(kind, engine_name):
+    keys = pairs_of_vectors(16, noise=0.5)
+    memory = itrloss.CoupledMemory(40, 48)
+    memory.enqueue(*pairs_of_vectors(40))
+    loss = kind(engine=engine_name)
+
+    def against_keys(v, w):
+        return loss(v, w, *keys, memory)
+
+    wanted = step(against_keys, *pairs_of_vectors(16))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = step(against_keys, *pairs_of_vectors(16))
+    assert_identical(found, wanted)
+
+
+@pytest.mark.parametrize("index", [torch.arange(16), torch.arange(16).flip(0) // 2])
+def test_scores_of_pairs_round_nothing(index):
+    def of_pairs(v, w):
+        return Similarity(v, w).pair_scores(torch.arange(16), index).square().sum()
+
+    wanted = step(of_pairs, *pairs_of_vectors(16))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = step(of_pairs, *pairs_of_vectors(16))
+    assert_identical(found, wanted)
+
+
 def test_ranks_and_scores_are_those_of_the_embeddings():
     v, w = pairs_of_vectors(20)
     with torch.autocast("cpu", torch.bfloat16):
