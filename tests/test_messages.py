@@ -171,6 +171,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: loss(I, T, S), r"^image_ids: .*got torch.float32 \(6, 6\); embeddings go in as"),
     (lambda: loss(I, T, I), "^image_ids: .*; embeddings go in as .*, negatives as negatives="),
+    (lambda: loss(I, T, targets=torch.eye(6)), "^targets: .* who matches whom as matches="),
     (lambda: loss(I, T, IDS), "^text_ids: expected ids to go with image_ids, got None"),
     (lambda: loss(I, T, IDS / 2), "^image_ids: expected an integer tensor.*got torch.float32$"),
     (

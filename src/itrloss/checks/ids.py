@@ -177,7 +177,7 @@ def no_integers(name: str, x: object, size: int | None, got: str) -> TypeError:
     elif isinstance(x, Tensor) and x.dim() == 2:
         hint = (
             f" {tuple(x.shape)}; embeddings go in as itrloss.Similarity(images, texts), "
-            "negatives as negatives=..."
+            "negatives as negatives=..., a matrix of who matches whom as matches=..."
         )
     elif isinstance(x, Tensor) and x.dim() == 0:
         hint = ", a scalar as logit_scale is; pass images and texts alone"
