@@ -120,6 +120,28 @@ def test_banks_are_of_held_out_pairs_too_if_all_are_embeddings():
                 assert entry.held_out == wanted
 
 
+def test_fast_re_ranking_is_calibrated_without_a_bank_of_scores():
+    """A bank of scores does not fit held-out pairs, whatever these are."""
+    images, texts = embeddings(12, 24, d=8, seed=9)
+    held_out = Similarity(images, images.repeat_interleave(2, 0) + texts, *IDS)
+    bank = torch.rand(9, 24) / 4
+    for validation in held_out, held_out.scores():
+        found = compare_rerankers(COSINES, ("fast",), (bank, None), validation, samples=9)
+        *_, without_bank, _, by_bank = found.entries
+        assert without_bank.name == "fast, calibrated"
+        assert by_bank.name == "fast, calibrated, one bank"
+        assert by_bank.reranker.i2t == without_bank.reranker.i2t
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_banks_may_be_arrays_and_lists(kind):
+    wanted = rsums(SIM, ("csls",), BANKS)
+    assert rsums(SIM, ("csls",), kind(bank.numpy() for bank in BANKS)) == wanted
+    wanted = rsums(SIM, ("csls",), (None, BANKS[1]))
+    assert rsums(SIM, ("csls",), kind([None, BANKS[1].numpy()])) == wanted
+    assert list(rsums(SIM, ("csls",), kind([None, None]))) == ["no re-ranking", "csls"]
+
+
 def test_latex_has_no_advice():
     found = compare_rerankers(COSINES, ("csls", "qb-norm"), samples=9)
     table = found.table()

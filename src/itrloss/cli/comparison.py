@@ -133,7 +133,7 @@ def _trials(
             continue
         ready = [method]
         has_none = all(method.transductive)  # no bank of its own
-        if method.takes_bank and has_none and banks != (None, None):
+        if method.takes_bank and has_none and any(bank is not None for bank in banks):
             ready.append(copy.copy(method).fit(*banks))  # the caller's has no bank afterwards
         if method.needs_bank:
             ready = [each for each in ready if not any(each.transductive)]
@@ -158,12 +158,12 @@ def _free_name(name: str, entries: Sequence[Entry]) -> str:
     return free
 
 
-def _calibrated(method: Reranker, validation: Similarity) -> Reranker:
+def _calibrated(method: Reranker, sim: Similarity, validation: Similarity) -> Reranker:
     """Return Fast Re-ranking with the scales that are best on held-out pairs."""
     found = copy.copy(method)
     chosen = copy.copy(method)
     assert isinstance(found, FastReranker) and isinstance(chosen, FastReranker)
-    if validation.embeddings is None:
+    if sim.embeddings is None or validation.embeddings is None:
         found.fit()  # a bank of scores is of the test set's candidates
     found.calibrate(validation)
     chosen.i2t = found.i2t
@@ -179,7 +179,7 @@ def _tried(
     """
     method, name, reranker = trial
     if reranker is not None and validation is not None and name == CALIBRATED:
-        reranker = _calibrated(reranker, validation)
+        reranker = _calibrated(reranker, sim, validation)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnfitScalesWarning)
         start = time.perf_counter()
