@@ -40,9 +40,10 @@ _RE_RANKED = {"i2t", "t2i", "transductive"}  # what itrloss rerank --out writes
 _INTEGER = re.compile(r"[+-]?[0-9]+(\.0*)?")
 # SciPy's reader in a process of its own, which a damaged file can only end
 _READ_MAT = """
-import pickle, sys, scipy.io
-arrays = scipy.io.loadmat(sys.argv[1])
-plain = {name: x for name, x in arrays.items() if name[:2] != "__" and not x.dtype.hasobject}
+import numpy, pickle, sys, scipy.io
+found = scipy.io.loadmat(sys.argv[1]).items()
+arrays = {name: x for name, x in found if name[:2] != "__" and type(x) is numpy.ndarray}
+plain = {name: x for name, x in arrays.items() if not x.dtype.hasobject}
 pickle.dump(plain, sys.stdout.buffer)
 """
 
@@ -332,19 +333,24 @@ def _array_name(path: Path, content: Mapping[str, Any], key: str | None) -> str:
 
 
 def _plain(x: Any) -> Any:
-    """Return an entry of a file, or what is in it, as an array if it is one or a list."""
+    """Return what is in a file, as an array if it is one or a list; bytes are strings."""
     if hasattr(x, "asstr"):  # a data set of HDF5
-        return _read_data_set(x)
-    if isinstance(x, np.ndarray):
-        x = x.tolist() if x.dtype.hasobject else np.asarray(x)
-    return np.array(x) if isinstance(x, list) else x
+        x = _read_data_set(x)
+    if isinstance(x, np.ndarray) and x.dtype.hasobject:
+        x = x.tolist()
+    if not isinstance(x, (list, np.ndarray)):
+        return x
+    array = np.asarray(x)
+    return np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array
 
 
 def _read_npy(path: Path) -> object:
     """Return the array of a .npy file, mapped into memory, or the object that was pickled in it."""
+    form = np.lib.format
     with open(path, "rb") as file:
-        np.lib.format.read_magic(file)
-        _, _, dtype = np.lib.format.read_array_header_1_0(file)
+        is_short = form.read_magic(file) == (1, 0)
+        read = form.read_array_header_1_0 if is_short else form.read_array_header_2_0
+        _, _, dtype = read(file)
         if dtype.hasobject:  # np.save of a dictionary
             return _Unpickler(file).load()
     # raises an error if the file is shorter than its header says
@@ -431,15 +437,8 @@ def _separated(path: Path) -> tuple[list[str], Callable[..., np.ndarray]]:
     if not first.strip():
         raise ValueError(f"{path}: the file is empty")
     separator = next((x for x in "\t;" if x in first), ",")
-    read = partial(
-        np.loadtxt,
-        path,
-        delimiter=separator,
-        encoding=_TEXT,
-        quotechar='"',
-        comments=None,
-        ndmin=2,
-    )
+    form = {"delimiter": separator, "quotechar": '"', "comments": None}
+    read = partial(np.loadtxt, path, **form, encoding=_TEXT, ndmin=2)
     cells = np.char.strip(read(dtype=str, max_rows=1)).ravel()
     return cells.tolist(), read
 

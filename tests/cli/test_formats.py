@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from scipy.io import savemat
+from scipy.sparse import csr_matrix
 from support.versions import default_device
 
 from itrloss import Similarity
@@ -226,6 +227,7 @@ MATRICES = {
     "semicolons.CSV": SCORES,
     "tabs.csv": SCORES,
     "any name.mat": {"S": SCORES},
+    "sparse.mat": {"sims": SCORES, "matches": csr_matrix(SCORES > 0.5)},
     "group.h5": {"deep/scores": SCORES},
     "others.HDF5": {"sims": SCORES, "other": SCORES[:1]},
 }
@@ -240,6 +242,14 @@ def test_a_matrix_is_found_beside_other_content(name: str, tmp_path: Path):
 def test_numbers_longer_than_pytorchs_are_read(tmp_path: Path):
     path = save(tmp_path, "s.npy", np.full((2, 3), 0.1, np.longdouble))
     assert read_matrix(path).tolist() == [[0.1] * 3] * 2
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_arrays_of_every_version_are_read(version, tmp_path: Path):
+    path = tmp_path / "sims.npy"
+    with path.open("wb") as file:
+        np.lib.format.write_array(file, SCORES, version)
+    np.testing.assert_array_equal(read_matrix(path), SCORES)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
@@ -310,6 +320,10 @@ NAME_FILES = {
     "array.pkl": {"names": np.array(NAMES)},
     "list.pth.tar": NAMES,
     "a.h5": {"names": NAMES},
+    # h5py takes no arrays of strings, but of bytes
+    "bytes.hdf5": {"names": np.char.encode(NAMES, "utf-8")},
+    "bytes.npy": np.char.encode(NAMES, "utf-8"),
+    "bytes.pkl": [name.encode() for name in NAMES],
 }
 
 
