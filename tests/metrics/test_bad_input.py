@@ -200,6 +200,12 @@ OF_WRONG_TYPES = [
     (partial(retrieval_metrics, (S, THREE)), r"scores\[1\].*Similarity"),
     (asked(ks=5), r"ks: expected numbers such as \(1, 5, 10\), got 5"),
     (asked(candidates=[0, 1, 2, 3]), "candidates: expected a list of the texts .* got 0"),
+    (
+        asked(candidates=list(torch.arange(4).numpy())),
+        "candidates: expected a list of the texts .* got 0",
+    ),
+    (asked(relevant=list(torch.arange(4))), "relevant: expected a list of the texts .* got 0"),
+    (asked(relevant=[[0], None, [1], [2]]), "relevant: expected a list of the texts .* got None"),
     (asked(exclude="diagonal"), "exclude: expected .* got str"),
     (asked(relevant="all"), "relevant: expected .* got str"),
     (judged(images=torch.tensor([0.0, 1.0])), r"judgements\.images.*integer.*float32"),

@@ -94,7 +94,7 @@ def _of_lists(name: str, lists: list, n: int) -> tuple[list[int], list[int]]:
     images: list[int] = []
     texts: list[int] = []
     for image, own in enumerate(lists):
-        if isinstance(own, int):
+        if np.ndim(own) == 0:  # a number of any type, or None
             raise TypeError(f"{name}: expected a list of the texts of each image, got {own}")
         images += [image] * len(own)
         if len(own):
