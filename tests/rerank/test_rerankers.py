@@ -21,7 +21,7 @@ from support.versions import load
 import itrloss
 from itrloss import Similarity, rerank
 from itrloss.cli import comparison
-from itrloss.metrics import retrieval_metrics
+from itrloss.metrics import retrieval_metrics, retrieval_results
 from itrloss.rerank import (
     CSLS,
     DualBankNorm,
@@ -354,6 +354,29 @@ def test_what_calibration_compares():
     better = torch.tensor([2, 20])
     worse = torch.tensor([3, 20])
     assert quality(better) > quality(worse)
+
+
+@pytest.mark.parametrize("seed", [33, 51, 101])
+def test_equal_recalls_are_equal_whatever_their_shares(seed):
+    """The sums of rounded shares differ in their last digit."""
+    generator = torch.Generator().manual_seed(seed)
+    held_out = 0.3 * torch.randn(8, 24, generator=generator, dtype=torch.float64)
+    scales = (5.0, 20.0, 80.0)
+    qualities = {}
+    for pair in itertools.product(scales, scales):
+        ranks = retrieval_results(held_out, reranker=FastReranker(t2i=pair)).t2i.best
+        found = sum(int((ranks <= k).sum()) for k in (1, 5, 10))
+        qualities[pair] = found, sum(Fraction(1, rank) for rank in ranks.tolist())
+    chosen = FastReranker().calibrate(held_out, scales=scales).t2i
+    assert chosen == max(qualities, key=qualities.__getitem__)
+
+
+def test_the_order_of_queries_does_not_matter_to_calibration():
+    quality = rerank.fast._quality
+    ranks = torch.arange(1, 60)
+    for seed in range(20):
+        order = torch.randperm(59, generator=torch.Generator().manual_seed(seed))
+        assert quality(ranks[order]) == quality(ranks)
 
 
 def test_of_scales_that_do_as_well_the_first_are_chosen():

@@ -134,9 +134,9 @@ class FastReranker(Reranker):
 
 def _quality(ranks: Tensor) -> tuple[float, float]:
     """Return the sum of the recalls and the mean reciprocal rank of queries with a positive."""
-    ranks = ranks[ranks > 0].double()
-    recalls = sum(float((ranks <= k).double().mean()) for k in (1, 5, 10))
-    return recalls, float((1 / ranks).mean())
+    ranks = ranks[ranks > 0].double().sort().values  # in one order, as rounding depends on it
+    found = sum(int((ranks <= k).sum()) for k in (1, 5, 10))  # sums of shares may differ at ties
+    return found / len(ranks), float((1 / ranks).mean())
 
 
 class InvertedSoftmax(Reranker):
