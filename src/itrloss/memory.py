@@ -152,13 +152,11 @@ class CoupledMemory(CheckedModule):
 
         dtype = str(self.images.dtype).removeprefix("torch.")
         same = (
-            f"memory ({self.size}, {self.dim}) of {dtype}; entries so far {digest(self.enqueued)}; "
-            f"ids of strings {_are_names(ids)}"
+            f"memory ({self.size}, {self.dim}) of {dtype}; entries so far {digest(self.enqueued)}"
         )
-        parts = gather_parts(checked, process_group, same)
-        self._store(*[torch.cat(x) for x in parts])
-        if len(image_keys):
-            self._named = _are_names(ids)
+        kind = checks.kind_of(ids)
+        parts = gather_parts(checked, process_group, same, [kind])
+        self._store(kind, *[torch.cat(x) for x in parts])
 
     @takes_queries
     @torch.no_grad()
@@ -170,9 +168,7 @@ class CoupledMemory(CheckedModule):
         It is for memories that processes do not share: each may then hold other entries.
         """
         keys = self._checked(image_keys, text_keys, ids)
-        if len(keys[0]):
-            self._store(*keys)
-            self._named = _are_names(ids)
+        self._store(checks.kind_of(ids), *keys)
 
     def _checked(self, image_keys: Tensor, text_keys: Tensor, ids: IdsLike | None) -> list[Tensor]:
         """Return the keys, and ids if there are any; raise an error if they do not fit."""
@@ -191,9 +187,18 @@ class CoupledMemory(CheckedModule):
             return keys
         return [*keys, checks.as_ids("ids", ids, len(image_keys), image_keys.device)]
 
-    def _store(self, images: Tensor, texts: Tensor, own_ids: Tensor | None = None) -> None:
-        """Store (B, dim) keys of images and texts, and ids if there are any, of this process."""
+    def _store(
+        self, named: bool | None, images: Tensor, texts: Tensor, own_ids: Tensor | None = None
+    ) -> None:
+        """Store (B, dim) keys of images and texts, and ids if there are any.
+
+        ``named``: whether ids are strings; None if this process has none.
+        """
+        if len(images) == 0:  # which says nothing of later batches
+            return
         self._labelled = own_ids is not None
+        if named is not None:
+            self._named = named
         device = self.images.device
         images = images.to(device)
         texts = texts.to(device)
@@ -243,15 +248,13 @@ class CoupledMemory(CheckedModule):
         """Raise a TypeError for strings where the entries' ids are integers, and the other way
         round: none would match.
         """
-        if ids is None or self._named is None:
+        named = checks.kind_of(ids)
+        if named is None or self._named is None or named == self._named:
             return
-        named = checks.are_strings(ids)
-        if named == self._named:
-            return
-        if checks.as_id_numbers(name, ids).numel():
-            kinds = {True: "strings", False: "integers"}
-            expected = f"{kinds[self._named]}, as the ids of the memory's entries"
-            raise TypeError(f"{name}: expected {expected}, got {kinds[named]}")
+        checks.as_id_numbers(name, ids)  # raises its own error for what is neither
+        kinds = {True: "strings", False: "integers"}
+        expected = f"{kinds[self._named]}, as the ids of the memory's entries"
+        raise TypeError(f"{name}: expected {expected}, got {kinds[named]}")
 
     def extra_repr(self) -> str:
         """Return the size, the dimension, the number of valid keys and their dtype."""
@@ -264,11 +267,6 @@ def is_saved(buffer: Tensor) -> bool:
     """
     count = getattr(buffer, "_use_count", None)  # from PyTorch 2.1 on
     return count is not None and not is_compiling() and count() > 1
-
-
-def _are_names(ids: IdsLike | None) -> bool | None:
-    """Return whether ids are strings; None for no ids."""
-    return None if ids is None else checks.are_strings(ids)
 
 
 def find_labels(memory: CoupledMemory, _: object) -> None:

@@ -515,6 +515,11 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "of strings [False, False, False, False]",
         "of strings [True, True, False, False]",
     ),
+    "words as labels": (
+        lambda odd: pair(gather=True)(*pairs(), labels=words if odd else ids),
+        "ids of strings False",
+        "ids of strings True",
+    ),
     "autocast": (
         lambda odd: under_autocast(odd, lambda: pair(gather=True)(*pairs())),
         "autocast None",

@@ -122,6 +122,50 @@ def test_batches_may_be_empty_in_all_processes(tmp_path):
         assert not_zero == {}
 
 
+def words_in_one(rank: int | None) -> list[torch.Tensor]:
+    """Losses with words as ids, of two images that the first process has, or one process alone."""
+    torch.manual_seed(0)
+    images, keys, texts = torch.randn(2, 5), torch.randn(2, 5), torch.randn(4, 5)
+    words = ["a", "b"]
+    words_of_texts = ["a", "b", "c", "a"]
+    if rank == 1:
+        images, keys, words = images[:0], keys[:0], []
+    if rank is not None:
+        part = slice(2 * rank, 2 * rank + 2)
+        texts, words_of_texts = texts[part], words_of_texts[part]
+    memory = itrloss.CoupledMemory(8, 5)
+    memory.enqueue(images, keys, words)
+    assert len(memory) == 2
+    infonce = itrloss.InfoNCELoss(gather=True)
+    against_memory = itrloss.MemoryInfoNCELoss(gather=True)
+    return [
+        infonce(images, texts, words, words_of_texts),
+        infonce(images, keys, words, words, negatives=keys, negative_ids=words),
+        infonce(images, keys, labels=words),
+        against_memory(images, keys, images, keys, memory, words, words),
+    ]
+
+
+def test_an_empty_batch_goes_with_words_as_ids(tmp_path):
+    wanted = words_in_one(None)
+    for found in run(words_in_one, tmp_path):
+        torch.testing.assert_close(found, wanted)
+
+
+def nothing_enqueued(rank: int) -> int:
+    """How many entries a memory has after no pairs with ids, and two without."""
+    memory = itrloss.CoupledMemory(8, 5)
+    no_keys = torch.zeros(2, 0, 5)
+    memory.enqueue(*no_keys, torch.arange(0))
+    assert memory.is_new
+    memory.enqueue(*torch.randn(2, 1, 5))
+    return len(memory)
+
+
+def test_no_keys_in_any_process_leave_a_memory_new(tmp_path):
+    assert run(nothing_enqueued, tmp_path) == [2, 2]
+
+
 def figures_of_sets(rank: int, size: int) -> dict[str, torch.Tensor]:
     """The figures of a process's part of eight images with three embeddings each."""
     torch.manual_seed(0)

@@ -35,6 +35,7 @@ from .ids import (
     ids_of_both,
     ids_of_one_side,
     if_transposed,
+    kind_of,
     no_default_pairing,
 )
 from .options import (

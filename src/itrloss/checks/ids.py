@@ -54,6 +54,16 @@ def are_strings(ids: object) -> bool:
     return not isinstance(ids, Tensor) and _as_array(ids).dtype.kind == "U"
 
 
+def kind_of(ids: object) -> bool | None:
+    """Return whether ids are strings; None for no ids, which go with strings and with integers: an
+    empty list does not say what would be in it.
+    """
+    if ids is None:
+        return None
+    size = ids.numel() if isinstance(ids, Tensor) else _as_array(ids).size
+    return are_strings(ids) if size else None
+
+
 def _as_array(ids: object) -> np.ndarray:
     """Return ids that are no tensor as an array of integers or of strings; of objects, if they
     are neither.
@@ -146,7 +156,7 @@ def check_range(name: str, x: Tensor, largest: int) -> None:
 
 def check_same_kind(name: str, ids: object, other_name: str, others: object) -> None:
     """Raise a TypeError for strings on one side and integers on the other, which never match."""
-    if are_strings(ids) != are_strings(others):
+    if {True, False} <= {kind_of(ids), kind_of(others)}:
         expected = f"strings with strings in {name}, integers with integers"
         raise TypeError(f"{other_name}: expected {expected}")
 

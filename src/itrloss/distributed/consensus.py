@@ -17,14 +17,24 @@ from . import collectives
 from .collectives import ProcessGroup, world_size
 
 NUMBERS = 6  # that processes exchange at most
+KINDS = 4  # of ids, that they compare at most
 
 
 class Consensus:
     """What a process has to say of its part of a collective computation, and what all said."""
 
     text = ""  # has to be the same in all processes
+    #: Whether ids are strings, which they are in all processes or in none; None: there are no ids.
+    kinds: Sequence[bool | None] = ()
     numbers: Sequence[int] = ()
     every: list[list[int]]  # the numbers of all processes, by rank
+
+    def in_words(self) -> str:
+        """Return the text, and the kinds of ids."""
+        if not self.kinds:
+            return self.text
+        kinds = [bool(kind) for kind in self.kinds]
+        return f"{self.text}; ids of strings {kinds if len(kinds) > 1 else kinds[0]}"
 
 
 @contextmanager
@@ -43,18 +53,22 @@ def consensus(group: ProcessGroup = None) -> Iterator[Consensus]:
     except Exception as error:
         failure = error
         mine.text = f"{type(error).__name__}: {error}"
+        mine.kinds = ()
     digest = zlib.crc32(mine.text.encode())
-    own = [int(failure is not None), digest, *mine.numbers]
-    own += [0] * (2 + NUMBERS - len(own))
+    kinds = [-1 if kind is None else int(kind) for kind in mine.kinds]
+    kinds += [-1] * (KINDS - len(kinds))
+    own = [int(failure is not None), digest, *kinds, *mine.numbers]
+    own += [0] * (2 + KINDS + NUMBERS - len(own))
     every = collectives.all_gather(torch.tensor([own], device=exchange_device(group)), group)
     rows = every.tolist()
-    mine.every = [numbers for _, _, *numbers in rows]
+    mine.every = [row[2 + KINDS :] for row in rows]
     failed = [bool(row[0]) for row in rows]
     digests = {row[1] for row in rows}
-    if not any(failed) and len(digests) == 1:
+    are_mixed = any({0, 1} <= {row[2 + k] for row in rows} for k in range(KINDS))
+    if not any(failed) and len(digests) == 1 and not are_mixed:
         return
     texts = [""] * len(rows)
-    dist.all_gather_object(texts, mine.text, group=group)
+    dist.all_gather_object(texts, mine.in_words(), group=group)
     if failure is not None:
         raise failure
     said: dict[str, list[str]] = {}  # by which processes
@@ -111,11 +125,15 @@ def gather(x: Tensor, process_group: ProcessGroup = None) -> Tensor:
 
 
 def gather_parts(
-    check: Callable[[], Sequence[Tensor]], group: ProcessGroup = None, text: str = ""
+    check: Callable[[], Sequence[Tensor]],
+    group: ProcessGroup = None,
+    text: str = "",
+    kinds: Sequence[bool | None] = (),
 ) -> list[list[Tensor]]:
     """Return, of each tensor that ``check`` returns, the parts of all processes by rank.
 
-    If ``check`` fails in one process, all raise an error; so they do if ``text`` differs.
+    If ``check`` fails in one process, all raise an error; so they do if ``text`` or ``kinds``, see
+    :class:`Consensus`, differ.
     """
     if is_compiling():  # nothing is compared then
         world = world_size(group)
@@ -125,8 +143,9 @@ def gather_parts(
         if not all(isinstance(x, Tensor) and x.dim() for x in tensors):
             got = [type(x).__name__ for x in tensors]
             raise TypeError(f"gather: expected tensors with rows, got {got}")
-        kinds = [f"{described(x)} with a gradient {is_trained(x)}" for x in tensors]
-        agreed.text = "; ".join([*kinds, text])
+        types = [f"{described(x)} with a gradient {is_trained(x)}" for x in tensors]
+        agreed.text = "; ".join([*types, text])
+        agreed.kinds = kinds
         agreed.numbers = [len(x) for x in tensors]
     gathered = []
     for k, x in enumerate(tensors):

@@ -116,9 +116,6 @@ class LocalBatch(NamedTuple):
             "gradients": [is_trained(x) for x in self.tensors],
             "ids": [x is not None for x in known.ids],
             "numbers of labels": [None if x is None else x.shape[1:] for x in known.ids],
-            "of strings": [
-                x is not None and checks.are_strings(x) for x in (*self.ids, *self.related.groups)
-            ],
             "groups": known.groups is not None,
             "rule": known.rule,
             "one set": known.one_set,
@@ -147,6 +144,7 @@ def agreed(
         known = part.checked()
         agreement.numbers = [*part.sizes, int(known.has_weights), *part.widths()]
         agreement.text = f"{part.described(known)}; {options}; {also}"
+        agreement.kinds = [checks.kind_of(x) for x in (*part.ids, *part.related.groups)]
     every = [numbers[:5] for numbers in agreement.every]
     if len(part.tensors) == 1 and (known.matches is not None or known.targets is not None):
         divide_columns(every)

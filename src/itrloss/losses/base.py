@@ -22,6 +22,7 @@ from ..checks import (
     check_matrix,
     from_numpy,
     in_own_words,
+    kind_of,
     no_parameter,
     one_of,
     option,
@@ -115,16 +116,18 @@ class Loss(CheckedModule):
             f"digests of parameters {values}"
         )
 
-    def agree(self, check: Callable[[], str]) -> None:
+    def agree(self, check: Callable[[], str], *ids: IdsLike) -> None:
         """Run a check of the input; in a job of several processes, all raise an error or none.
 
-        They do if the check fails in one of them, or if it returns different texts.
+        They do if the check fails in one of them, if it returns different texts, or if some have
+        strings as ids and others integers.
         """
         if not self.sharded or is_compiling():
             check()
             return
         with consensus(self.process_group) as agreed:
             agreed.text = check()
+            agreed.kinds = [kind_of(x) for x in ids]
 
     def shared(self, x: Parameter) -> Parameter:
         """Return a parameter of this loss, or what is computed from one.
@@ -475,7 +478,7 @@ class PairLoss(DirectedLoss):
             numbers.append(as_labels("labels", labels, len(own), own.device))
             return f"labels of one set, a second view {texts is not None}"
 
-        self.agree(check)
+        self.agree(check, labels)
         (known,) = numbers
         related = Related(one_set=True)
         if scores is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import functional
 from ..anchors import Anchors
-from ..checks import IMAGES_AND_TEXTS, IdsLike, Names, are_strings, as_number, option
+from ..checks import IMAGES_AND_TEXTS, IdsLike, Names, as_number, option
 from ..engine.related import PassedIds
 from ..engine.vectors import compute_dtype
 from ..functional import Values
@@ -332,8 +332,9 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         are_scores = passed.scores is not None
         check_negatives(self, passed.rows, negatives, _OF_NEGATIVES, are_scores)
         numbers = as_negative_ids(negative_ids, passed.image_ids, negatives, are_scores)
-        kind = None if negative_ids is None else are_strings(negative_ids)
-        return f"negatives of {negatives.dim()} dimensions with ids of strings {kind}", numbers
+        # strings or integers as image_ids, which processes compare
+        words = f"negatives of {negatives.dim()} dimensions, with ids {negative_ids is not None}"
+        return words, numbers
 
     def _further(
         self, sim: Similarity, models: Sequence[Model], relation: FurtherRelation
