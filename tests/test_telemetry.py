@@ -197,6 +197,17 @@ def test_the_age_of_a_memory_is_in_batches_of_what_exists():
     assert describe_memory(sims)["memory_age"] == 2.5  # in batches of three pairs
 
 
+@pytest.mark.parametrize("entries", [1, 2, 3, 4, 7, 9, 11])
+def test_the_age_of_a_memory_is_exact_where_the_oldest_batch_is_cut_off(entries):
+    memory = itrloss.CoupledMemory(entries, 4)
+    memory.enqueue(*sample(2, 12, 4))
+    images, texts = sample(2, 3, 4, seed=1)
+    sims = MemorySimilarity.of(images, texts, images, texts, memory)
+    ages = [1 + place // 3 for place in range(entries)]
+    age = describe_memory(sims)["memory_age"]
+    assert float(age) == pytest.approx(sum(ages) / entries)
+
+
 def described_in_part(rank):
     """Figures of a batch of two processes, with padding in one of them."""
     images, texts = sample(2, 8, 4)

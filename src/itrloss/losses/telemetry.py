@@ -93,7 +93,9 @@ def describe_memory(
     if sims.batch.share is None:
         batch = batch * world_size(process_group)
     figures["memory_entries"] = entries
-    figures["memory_age"] = torch.where(entries > 0, (entries + batch) / 2 / batch, 0.0)
+    whole = torch.div(entries, batch, rounding_mode="floor")  # batches; the oldest is cut off
+    age = (whole + 1) * (1 - whole * batch / entries / 2)
+    figures["memory_age"] = torch.where(entries > 0, age, 0.0)
     hardest = sims.memory.hardest_negatives().values
     figures["memory_hardest"] = _ratio(sims.memory, hardest, hardest != -torch.inf)
     return figures
