@@ -389,6 +389,19 @@ OF_STRINGS = {
         "negatives": Y[:, None] + X[:, None],
         "negative_ids": [["a"], [NO], ["c"], ["a"], [NO], ["b"]],
     },
+    "padding alone, of texts": {"image_ids": list("abcdef"), "text_ids": [NO] * 6},
+    "padding alone, of groups": {
+        "image_ids": list("abcdef"),
+        "text_ids": list("abcdef"),
+        "image_groups": list("aabbcc"),
+        "text_groups": [NO] * 6,
+    },
+    "padding alone, of negatives": {
+        "image_ids": list("abcdef"),
+        "text_ids": list("abcdef"),
+        "negatives": Y[:, None] + X[:, None],
+        "negative_ids": [[NO]] * 6,
+    },
 }
 
 
@@ -411,3 +424,7 @@ def test_a_memory_takes_what_does_not_exist_among_strings():
     memory.enqueue(X, Y, ["a", NO, "c", "d", NO, "f"])
     assert (memory.ids == NO).tolist() == [False, True, False, False, True, False]
     assert len(memory) == 4
+    memory.enqueue(X[:2], Y[:2], [NO, NO])
+    assert len(memory) == 3
+    with pytest.raises(TypeError, match="expected strings"):
+        memory.enqueue(X[:2], Y[:2], [NO, 3])

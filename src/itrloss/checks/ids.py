@@ -55,13 +55,19 @@ def are_strings(ids: object) -> bool:
 
 
 def kind_of(ids: object) -> bool | None:
-    """Return whether ids are strings; None for no ids, which go with strings and with integers: an
-    empty list does not say what would be in it.
+    """Return whether ids are strings; None for no ids, and for lists of ``NO_ID`` alone, which go
+    with strings and with integers.
     """
     if ids is None:
         return None
-    size = ids.numel() if isinstance(ids, Tensor) else _as_array(ids).size
-    return are_strings(ids) if size else None
+    if isinstance(ids, Tensor):
+        return False if ids.numel() else None
+    array = _as_array(ids)
+    if array.size == 0:
+        return None
+    if array.dtype.kind == "U":
+        return True
+    return None if (array == NO_ID).all() else False
 
 
 def _as_array(ids: object) -> np.ndarray:
