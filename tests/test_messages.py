@@ -385,6 +385,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         lambda: it.DVSEObjective()(OWN, T, OWN[:5], None, IDS, IDS),
         "^residuals: expected a row for each",
     ),
+    (
+        lambda: it.DVSEObjective()(OWN, T, OWN, torch.tensor(1.0)),
+        r"^gate: expected a row for each of 6 images, got shape \(\)",
+    ),
     *[
         (lambda k=k: sim.topk(k), "^k: expected an integer, got [^;]*$")
         for k in (True, np.True_, 2.0, np.float32(2), "2", np.array([2, 3]), None)

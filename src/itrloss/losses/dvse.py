@@ -443,7 +443,7 @@ class DVSEObjective(CheckedModule):
         for name, x in inputs.items():
             check_matrix(name, x, "(N, K, D)", dims=3, empty=self.variance_aware.sharded)
         for name, x in (inputs | {"gate": gate}).items():
-            if isinstance(x, Tensor) and len(x) != len(image_sets):
+            if isinstance(x, Tensor) and x.shape[:1] != image_sets.shape[:1]:
                 expected = f"a row for each of {len(image_sets)} images"
                 raise ValueError(f"{name}: expected {expected}, got shape {tuple(x.shape)}")
         return f"DVSEObjective {self.extra_repr()}"
