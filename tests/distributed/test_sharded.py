@@ -4,6 +4,7 @@ batches, ties, second derivatives, and what they refuse.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -150,6 +151,24 @@ def test_an_empty_batch_goes_with_words_as_ids(tmp_path):
     wanted = words_in_one(None)
     for found in run(words_in_one, tmp_path):
         torch.testing.assert_close(found, wanted)
+
+
+def copied(rank: int) -> None:
+    """Copies of losses with a process group, as averages of models hold them."""
+    group = torch.distributed.new_group([0, 1])
+    batch = torch.randn(2, 3, 5)
+    criterion = itrloss.InfoNCELoss(learnable=True, gather=True, process_group=group)
+    twin = copy.deepcopy(criterion)
+    assert twin.process_group is group
+    assert twin.log_scale is not criterion.log_scale
+    assert torch.equal(twin(*batch), criterion(*batch))
+    coder = itrloss.CODERObjective(5, 3, gather=True, process_group=group)
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.ModuleList([criterion, coder]))
+    assert average.module[1].classifier.process_group is group
+
+
+def test_losses_with_a_process_group_may_be_copied(tmp_path):
+    run(copied, tmp_path)
 
 
 def nothing_enqueued(rank: int) -> int:

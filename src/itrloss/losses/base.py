@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY
 from functools import partial
@@ -94,6 +95,15 @@ class Loss(CheckedModule):
             raise no_parameter(type(self).__name__, name, [*self.learnt, *options])
         super().__setattr__(name, value)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy, of the same process group, which cannot be copied."""
+        memo[id(self.process_group)] = self.process_group
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        state = self.__reduce_ex__(4)[2]
+        twin.__setstate__(copy.deepcopy(state, memo))
+        return twin
+
     @property
     def sharded(self) -> bool:
         """Whether the batch is spread over several processes."""
@@ -116,11 +126,16 @@ class Loss(CheckedModule):
             f"digests of parameters {values}"
         )
 
-    def agree(self, check: Callable[[], str], *ids: IdsLike) -> None:
+    def agree(self, check: Callable[[], str]) -> None:
         """Run a check of the input; in a job of several processes, all raise an error or none.
 
-        They do if the check fails in one of them, if it returns different texts, or if some have
-        strings as ids and others integers.
+        They do if the check fails in one of them, or if it returns different texts.
+        """
+        self._agree(check)
+
+    def _agree(self, check: Callable[[], str], *ids: IdsLike) -> None:
+        """Run a check as :meth:`agree` does; it is an error, too, if some processes have strings as
+        ids and others integers.
         """
         if not self.sharded or is_compiling():
             check()
@@ -478,7 +493,7 @@ class PairLoss(DirectedLoss):
             numbers.append(as_labels("labels", labels, len(own), own.device))
             return f"labels of one set, a second view {texts is not None}"
 
-        self.agree(check, labels)
+        self._agree(check, labels)
         (known,) = numbers
         related = Related(one_set=True)
         if scores is not None:
