@@ -179,6 +179,7 @@ def test_a_memory_that_was_made_on_no_device_is_loaded():
         memory = CoupledMemory(4, D)
     assert memory.images.is_meta
     assert memory.ids.is_meta
+    assert "valid=on meta" in repr(memory)
     memory = memory.to_empty(device="cpu")
     memory.load_state_dict(filled(2, torch.float32, size=4).state_dict())
     assert len(memory) == 2

@@ -258,7 +258,8 @@ class CoupledMemory(CheckedModule):
 
     def extra_repr(self) -> str:
         """Return the size, the dimension, the number of valid keys and their dtype."""
-        return f"size={self.size}, dim={self.dim}, valid={len(self)}, dtype={self.images.dtype}"
+        valid = "on meta" if self.ids.is_meta else len(self)
+        return f"size={self.size}, dim={self.dim}, valid={valid}, dtype={self.images.dtype}"
 
 
 def is_saved(buffer: Tensor) -> bool:

@@ -151,6 +151,8 @@ def test_repr_is_one_that_can_be_read(name):
     text = repr(module)
     assert text.startswith(type(module).__name__ + "(")
     assert "object at" not in text
+    on_meta = repr(module.to("meta"))  # as a model is before its parameters have memory
+    assert on_meta.startswith(type(module).__name__ + "(")
 
 
 @every_module

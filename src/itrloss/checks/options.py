@@ -309,6 +309,8 @@ class Options:
     def _shown(self, declared: Option) -> str:
         """Return the value of an option in words."""
         value = getattr(self, declared.name, None)
+        if isinstance(value, Tensor) and value.is_meta:
+            return "on meta"
         if isinstance(value, Tensor) and value.numel() == 1:
             value = float(f"{value.item():.4g}")
         return repr(value)
