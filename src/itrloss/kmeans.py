@@ -72,12 +72,13 @@ class OnlineKMeans(KeepsDtypes, CheckedModule):
         self.waiting: Tensor
         self.replaced: Tensor
         clusters = self.clusters
-        self.register_buffer("centroids", torch.empty(clusters, self.dim, dtype=torch.float32))
-        self.register_buffer("counts", torch.empty(clusters, dtype=torch.int64))
-        # points seen since a cluster's last one
-        self.register_buffer("waiting", torch.empty(clusters, dtype=torch.int64))
-        # 1 for a reseeded cluster; an integer, as averages of models fail at a bool buffer
-        self.register_buffer("replaced", torch.empty(clusters, dtype=torch.int64))
+        with torch.inference_mode(False):  # inference tensors could not be written to later
+            self.register_buffer("centroids", torch.empty(clusters, self.dim, dtype=torch.float32))
+            self.register_buffer("counts", torch.empty(clusters, dtype=torch.int64))
+            # points seen since a cluster's last one
+            self.register_buffer("waiting", torch.empty(clusters, dtype=torch.int64))
+            # 1 for a reseeded cluster; an integer, as averages of models fail at a bool buffer
+            self.register_buffer("replaced", torch.empty(clusters, dtype=torch.int64))
         self.reset_parameters()
 
     @torch.no_grad()

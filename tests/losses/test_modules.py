@@ -155,6 +155,18 @@ def test_repr_is_one_that_can_be_read(name):
     assert on_meta.startswith(type(module).__name__ + "(")
 
 
+@pytest.mark.parametrize("name", ["gate", "means"])
+def test_module_without_parameters_may_be_made_in_inference_mode(name):
+    with torch.inference_mode():
+        module = make(name)
+    for step in range(2):
+        found = outcome(name, module, inputs(step))
+    twin = make(name)
+    for step in range(2):
+        wanted = outcome(name, twin, inputs(step))
+    assert_identical(found, wanted)
+
+
 @every_module
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_module_moves_to_another_type(name, dtype):

@@ -259,11 +259,12 @@ class DynamicGate(KeepsDtypes, CheckedModule):
         dim = as_size("dim", dim)
         heads = as_size("heads", heads)
         self.momentum = momentum
-        # float32, whatever the default dtype is
-        self.register_buffer("weight", torch.empty(heads, dim, dtype=torch.float32))
-        self.register_buffer("centre", torch.empty(heads, dtype=torch.float32))
-        self.register_buffer("on_rate", torch.empty(heads, dtype=torch.float32))
-        self.register_buffer("batches", torch.tensor(0))
+        with torch.inference_mode(False):  # inference tensors could not be written to later
+            # float32, whatever the default dtype is
+            self.register_buffer("weight", torch.empty(heads, dim, dtype=torch.float32))
+            self.register_buffer("centre", torch.empty(heads, dtype=torch.float32))
+            self.register_buffer("on_rate", torch.empty(heads, dtype=torch.float32))
+            self.register_buffer("batches", torch.tensor(0))
         self.reset_parameters()
 
     @torch.no_grad()
