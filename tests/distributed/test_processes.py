@@ -601,6 +601,12 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         lambda odd: pair(gather=True)(sample(4, D), sample(4 + odd, D)),
         "ValueError: image_ids, text_ids:",
     ),
+    "ids of few, of prototypes alone": (
+        lambda odd: itrloss.CODERObjective(
+            D, 4, batch_weight=0, memory_weight=0, concept_weight=0, gather=True
+        )(*pairs(), *pairs(), memory(), *pairs(), ids, ids[: 4 - odd]),
+        "ValueError: text_ids:",
+    ),
     "ids of few": (
         lambda odd: pair(gather=True)(*pairs(), ids, ids[: 4 - odd]),
         "ValueError: text_ids:",

@@ -54,6 +54,19 @@ def test_prototypes_move_in_training_and_stand_still_in_evaluation():
     )
 
 
+@pytest.mark.parametrize("wrong", ["concepts", "ids"])
+def test_prototypes_stand_still_where_the_input_is_refused(wrong):
+    objective = CODERObjective(5, 8, concept_weight=0, check_finite=True)
+    given = [*coder_input(), torch.arange(6), torch.arange(6)]
+    if wrong == "concepts":
+        given[5][0] = torch.nan
+    else:
+        given[8] = given[8][:5]
+    with pytest.raises(ValueError, match=r"image_concepts|text_ids"):
+        objective(*given)
+    assert len(objective.prototypes) == 0
+
+
 def test_clusters_are_those_of_sums_of_unit_vectors():
     objective, given = CODERObjective(5, 20), coder_input()
     given[0] = given[0] * torch.tensor([[100.0], [0.01], [1], [30], [0.5], [7]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -378,7 +377,17 @@ class CODERObjective(CheckedModule):
             "image_concepts": image_concepts,
             "text_concepts": text_concepts,
         }
-        self.batch.agree(partial(self._checked, rows))
+        exist: list[Tensor | None] = []  # which pairs do, if that is asked for
+
+        def checked() -> str:
+            """Check the input; return what has to be the same in all processes."""
+            words = self._checked(rows)
+            if self.prototype_weight:
+                ids = {"image_ids": image_ids, "text_ids": text_ids}
+                exist.append(existing(len(images), images.device, **ids))
+            return words
+
+        self.batch.agree(checked)
         zero = images.new_zeros((), dtype=compute_dtype(images))
         with_memory = images, texts, image_keys, text_keys, memory, image_ids, text_ids
         batch = zero
@@ -395,9 +404,7 @@ class CODERObjective(CheckedModule):
         prototype = zero
         # In evaluation mode there may be no prototypes yet.
         if self.prototype_weight and (self.training or len(self.prototypes)):
-            ids = {"image_ids": image_ids, "text_ids": text_ids}
-            exist = existing(len(images), images.device, **ids)
-            prototype = self._prototype_term(list(rows.values()), exist, zero)
+            prototype = self._prototype_term(list(rows.values()), exist[0], zero)
         total = (
             self.batch_weight * batch
             + self.memory_weight * against_memory
@@ -424,7 +431,7 @@ class CODERObjective(CheckedModule):
         for part in (self.batch, self.memory, self.concept, self.classifier):
             check_total(part)
         for name, x in rows.items():
-            check_matrix(name, x, "(B, dim)", empty=True)
+            check_matrix(name, x, "(B, dim)", self.classifier.check_finite, empty=True)
             shape = len(rows["images"]), self.prototypes.dim
             if x.shape != shape:
                 expected = f"expected shape {shape}, a row for each image"
