@@ -185,6 +185,22 @@ def test_a_memory_that_was_made_on_no_device_is_loaded():
     assert len(memory) == 2
 
 
+def test_keys_that_cannot_be_stored_leave_a_memory_new(monkeypatch):
+    """As where an accelerator has no memory left."""
+
+    def normalized(x):
+        raise MemoryError
+
+    memory = CoupledMemory(8, D)
+    with monkeypatch.context() as patch:
+        patch.setattr(itrloss.memory, "normalized", normalized)
+        with pytest.raises(MemoryError):
+            memory.enqueue(IMAGES, TEXTS, torch.arange(5))
+    assert memory.is_new
+    memory.enqueue(IMAGES, TEXTS)
+    assert len(memory) == 5
+
+
 def test_a_memory_may_be_made_in_inference_mode():
     with torch.inference_mode():
         memory = CoupledMemory(8, D)

@@ -196,9 +196,6 @@ class CoupledMemory(CheckedModule):
         """
         if len(images) == 0:  # which says nothing of later batches
             return
-        self._labelled = own_ids is not None
-        if named is not None:
-            self._named = named
         device = self.images.device
         images = images.to(device)
         texts = texts.to(device)
@@ -219,6 +216,10 @@ class CoupledMemory(CheckedModule):
             buffer.index_copy_(0, place, unit.to(buffer.dtype))
         self.ids.index_copy_(0, place, torch.where(finite, ids, IGNORE_ID)[last])
         self.enqueued.add_(len(images))
+        # last, as keys of a type that PyTorch does not compute with fail above
+        self._labelled = own_ids is not None
+        if named is not None:
+            self._named = named
 
     def first_dimensions(self, d: int) -> CoupledMemory:
         """Return a memory with the first d dimensions of all entries, at unit length.
