@@ -54,15 +54,17 @@ def test_prototypes_move_in_training_and_stand_still_in_evaluation():
     )
 
 
-@pytest.mark.parametrize("wrong", ["concepts", "ids"])
+@pytest.mark.parametrize("wrong", ["concepts", "type", "ids"])
 def test_prototypes_stand_still_where_the_input_is_refused(wrong):
     objective = CODERObjective(5, 8, concept_weight=0, check_finite=True)
     given = [*coder_input(), torch.arange(6), torch.arange(6)]
     if wrong == "concepts":
         given[5][0] = torch.nan
+    elif wrong == "type":
+        given[6] = given[6].float()
     else:
         given[8] = given[8][:5]
-    with pytest.raises(ValueError, match=r"image_concepts|text_ids"):
+    with pytest.raises((TypeError, ValueError), match=r"image_concepts|text_ids"):
         objective(*given)
     assert len(objective.prototypes) == 0
 

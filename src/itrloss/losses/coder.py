@@ -13,6 +13,7 @@ from .. import functional
 from ..checks import (
     CheckedModule,
     IdsLike,
+    check_alike,
     check_matrix,
     is_sharded,
     option,
@@ -436,6 +437,8 @@ class CODERObjective(CheckedModule):
             if x.shape != shape:
                 expected = f"expected shape {shape}, a row for each image"
                 raise ValueError(f"{name}: {expected}, got {tuple(x.shape)}")
+        of_images, of_texts = rows["image_concepts"], rows["text_concepts"]
+        check_alike("text_concepts", of_texts, "image_concepts", of_images)
         known = ""
         if self.prototype_weight and not self.training:
             known = f", prototypes found before {len(self.prototypes) > 0}"
