@@ -20,16 +20,24 @@ from itrloss import grad_cache_step
 from itrloss.testing.subject import Batch, Subject, result_of, same, trained
 
 
-def subject_of(name: str) -> Subject:
+@pytest.fixture(params=LOSSES)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def subject(name) -> Subject:
     case = LOSSES[name]
     return Subject(case.loss, **case.options)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_surroundings_change_nothing_and_are_not_changed(name):
-    subject = subject_of(name)
+@pytest.fixture
+def loss(subject) -> Any:
+    return subject.fresh()
+
+
+def test_surroundings_change_nothing_and_are_not_changed(subject, loss):
     batch = subject.batch()
-    loss = subject.fresh()
     expected = subject.result(batch)
     before = torch.get_rng_state()
     default = torch.get_default_dtype()
@@ -41,20 +49,15 @@ def test_surroundings_change_nothing_and_are_not_changed(name):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_same_batch_gives_the_same_bits(name):
-    subject = subject_of(name)
+def test_the_same_batch_gives_the_same_bits(subject):
     batch = subject.batch(40, 50).to(torch.float32)
     loss = subject.fresh(torch.float32)
     first = subject.result(batch, loss)
     same(subject.result(batch, loss), first, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_there_is_no_graph_where_no_gradient_is_required(name):
-    subject = subject_of(name)
+def test_there_is_no_graph_where_no_gradient_is_required(subject, loss):
     batch = subject.batch()
-    loss = subject.fresh()
     expected = subject.value(batch, loss)
     assert expected.requires_grad == bool(trained(loss))
     for guard in (torch.no_grad, torch.inference_mode):
@@ -65,9 +68,7 @@ def test_there_is_no_graph_where_no_gradient_is_required(name):
     same({"afterwards": subject.value(batch.leaves(), loss)}, {"afterwards": expected})
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_gradient_of_one_side_is_the_same_with_the_other_one_frozen(name):
-    subject = subject_of(name)
+def test_the_gradient_of_one_side_is_the_same_with_the_other_one_frozen(subject):
     batch = subject.batch()
     expected = subject.result(batch)
     for side in ("images", "texts"):
@@ -77,9 +78,7 @@ def test_the_gradient_of_one_side_is_the_same_with_the_other_one_frozen(name):
         same({key: leaf.grad}, {key: expected[key]})
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_tensor_on_both_sides_gets_both_gradients(name):
-    subject = subject_of(name)
+def test_a_tensor_on_both_sides_gets_both_gradients(subject):
     batch = subject.batch(pairs=True)
     x = batch.images.clone().requires_grad_()
     expected = subject.result(batch.of(batch.images, batch.images))
@@ -88,11 +87,8 @@ def test_a_tensor_on_both_sides_gets_both_gradients(name):
     same({"gradient": got}, {"gradient": both})
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_ids_may_be_overwritten_before_the_backward_pass(name):
-    subject = subject_of(name)
+def test_ids_may_be_overwritten_before_the_backward_pass(subject, loss):
     leaves = subject.batch().leaves().relabelled(torch.clone)
-    loss = subject.fresh()
     expected = subject.result(leaves)
     value = subject.value(leaves, loss)
     leaves.image_ids.zero_()
@@ -103,10 +99,7 @@ def test_ids_may_be_overwritten_before_the_backward_pass(name):
         assert "modified by an inplace operation" in str(error)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_nothing_is_kept_of_a_batch(name):
-    subject = subject_of(name)
-    loss = subject.fresh()
+def test_nothing_is_kept_of_a_batch(subject, loss):
 
     def step() -> list[Any]:
         leaves = subject.batch().leaves()
@@ -120,10 +113,7 @@ def test_nothing_is_kept_of_a_batch(name):
     assert [x for x in references if x() is not None] == []
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_cached_step_has_the_gradients_of_the_whole_batch(name):
-    subject = subject_of(name)
-    loss = subject.fresh()
+def test_a_cached_step_has_the_gradients_of_the_whole_batch(subject, loss):
     batch = subject.batch()
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, 8, 6, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -140,10 +130,7 @@ def test_a_cached_step_has_the_gradients_of_the_whole_batch(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOSSES)
-def test_threads_may_share_a_loss(name):
-    subject = subject_of(name)
-    loss = subject.fresh()
+def test_threads_may_share_a_loss(subject, loss):
     batches = [subject.batch(seed=seed) for seed in range(4)]
     expected = [subject.result(batch, loss) for batch in batches]
 
