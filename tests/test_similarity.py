@@ -10,7 +10,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from support.cases import sample
+from support.cases import of_engines, sample
 
 import itrloss
 from itrloss import Similarity
@@ -18,10 +18,9 @@ from itrloss.terms import exponential, softplus
 
 IMAGES, TEXTS = sample(7, 8), sample(9, 8, seed=1)
 IDS = torch.arange(7), torch.arange(9) % 7
-every_engine = pytest.mark.parametrize("engine", ["dense", "tiled"])
 
 
-@every_engine
+@of_engines
 def test_candidates_of_minus_infinity_are_the_last_and_say_so(engine):
     scores = torch.tensor([[-torch.inf, 0.5, -torch.inf, 1.0]])
     sim = Similarity.from_scores(scores, [0], range(1, 5), engine=engine)
@@ -63,7 +62,7 @@ def times(factor):
     return exponential
 
 
-@every_engine
+@of_engines
 def test_terms_are_told_apart_by_identity_and_not_by_name(engine):
     images = IMAGES.clone().requires_grad_()
     sim = Similarity(images, TEXTS, *IDS, engine=engine)
@@ -149,7 +148,7 @@ def overwrites_its_weight(scores, weight):
     return weight.mul_(2) * scores
 
 
-@every_engine
+@of_engines
 @pytest.mark.parametrize("name", SUMS)
 def test_terms_may_overwrite_their_parameters(name, engine, small_tiles):
     summed = SUMS[name]
@@ -166,7 +165,7 @@ def overwrites_a_guide(scores, guide):
     return guide.mul_(3) * scores
 
 
-@every_engine
+@of_engines
 def test_terms_may_overwrite_the_scores_of_a_guide(engine, small_tiles):
     scores = sample(25, 30).tanh()
     guiding = sample(25, 30, seed=1)
@@ -178,7 +177,7 @@ def test_terms_may_overwrite_the_scores_of_a_guide(engine, small_tiles):
     torch.testing.assert_close(found, (3 * guiding * scores).sum(1))
 
 
-@every_engine
+@of_engines
 def test_functions_of_pairs_may_work_in_place(engine):
     def value(scores, of_row, of_col):
         return scores.exp_() + of_row.mul_(2) + of_col.mul_(3)

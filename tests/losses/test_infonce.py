@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.cases import embeddings, sample
+from support.cases import embeddings, of_engines, sample
 from support.embedders import one_way
 from support.flops import Sizes
 from support.versions import FlopCounterMode
@@ -19,8 +19,6 @@ from torch.autograd import gradcheck
 
 import itrloss
 from itrloss import Similarity, functional
-
-of_engines = pytest.mark.parametrize("engine", ["dense", "tiled"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.cases import of_engines
 from support.embedders import CASES, LINES
 from support.versions import grad_or_zeros
 
 from itrloss import PairLoss
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@of_engines
 @pytest.mark.parametrize("name", LINES)
 def test_lines_of_other_projects(name, engine, small_tiles, monkeypatch):
     """Their values and gradients, in float64 and with ten digits."""

@@ -26,6 +26,7 @@ from itrloss.engine import inputs as engine_inputs
 
 ALPHA = 4.0
 every_aggregation = pytest.mark.parametrize("aggregation", FORMS)
+of_sides = pytest.mark.parametrize("own", [False, True])
 
 
 def assert_same(found, wanted, leaves) -> None:
@@ -69,7 +70,7 @@ PADDING = [((), 0.0), ((0,), math.nan), ((1,), math.inf), ((0, 1), 1e6), ((0, 1)
 
 
 @pytest.mark.parametrize(("sides", "padding"), PADDING)
-@pytest.mark.parametrize("own", [False, True])
+@of_sides
 @every_aggregation
 def test_values_and_gradients_are_those_of_the_definition(
     aggregation, own, sides, padding, monkeypatch
@@ -107,7 +108,7 @@ def test_lengths_are_masks_on_the_right(aggregation):
     assert not found[:, 0].any()
 
 
-@pytest.mark.parametrize("own", [False, True])
+@of_sides
 @every_aggregation
 def test_second_derivatives_are_those_of_differences(aggregation, own, monkeypatch):
     small_tiles(monkeypatch)
@@ -119,7 +120,7 @@ def test_second_derivatives_are_those_of_differences(aggregation, own, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [False, True])
+@of_sides
 @every_aggregation
 def test_scores_compile_without_a_graph_break(aggregation, own):
     reset_compiler()
@@ -141,7 +142,7 @@ def test_texts_may_be_single_vectors(aggregation):
     torch.testing.assert_close(found, late_scores(v, w, aggregation))
 
 
-@pytest.mark.parametrize("own", [False, True])
+@of_sides
 @every_aggregation
 def test_one_side_may_be_made_in_inference_mode(aggregation, own):
     v, w = both_sides(own)
@@ -185,7 +186,7 @@ def test_zero_vectors_score_zero_without_a_gradient():
         assert not gradient.any()
 
 
-@pytest.mark.parametrize("own", [False, True])
+@of_sides
 @every_aggregation
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32(aggregation, dtype, own, monkeypatch):

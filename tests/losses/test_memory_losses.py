@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from support.cases import embeddings
+from support.cases import embeddings, of_engines
 from support.flops import Products, saved_bytes
 from support.losses_registry import where
 from support.memories import D, memory_batch
@@ -19,7 +19,6 @@ from torch import Tensor
 import itrloss
 from itrloss import CoupledMemory
 
-ENGINES = ("dense", "tiled")
 LOSSES = where(lambda entry: entry.takes == "memory")
 
 
@@ -145,7 +144,7 @@ def step_with(name: str, engine: str, directions: str, early: int) -> list[Tenso
 @needs("to enqueue before the backward pass", 2, 1)
 @pytest.mark.parametrize("directions", ["both", "image-text", "text-image"])
 @pytest.mark.parametrize("name", ["mdcl", "albef", "uto"])
-@pytest.mark.parametrize("engine", ENGINES)
+@of_engines
 def test_a_batch_may_be_enqueued_before_the_backward_pass(name, engine, directions):
     """As inside of the forward pass of MoCo's and ALBEF's models; backward reads the memory again,
     on each engine.
@@ -157,7 +156,7 @@ def test_a_batch_may_be_enqueued_before_the_backward_pass(name, engine, directio
     torch.testing.assert_close(twice[:grads], wanted[:grads], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@of_engines
 def test_a_memory_that_was_written_to_by_hand_before_the_backward_pass_is_refused(engine):
     batch = memory_batch("ids")
     value = make("mdcl", engine=engine)(*batch)

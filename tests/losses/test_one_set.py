@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.cases import sample
+from support.cases import of_engines, sample
 from support.processes import WORLD, run
 from torch import Tensor
 
 import itrloss
 from itrloss import NO_ID
 
-ENGINES = ["dense", "tiled"]
 LABELS = torch.tensor([3, 1, 3, 0, 1, 3, 7, 0, 1, 5])  # 7 and 5 match nothing
 
 
@@ -35,9 +34,6 @@ def assert_same(found: Tensor, wanted: Tensor, *leaves: Tensor) -> None:
 
 
 # ----------------------------------------------------------------------------------- one set, views
-
-
-of_engines = pytest.mark.parametrize("engine", ENGINES)
 
 
 @of_engines

@@ -9,14 +9,12 @@ import math
 
 import pytest
 import torch
-from support.cases import embeddings, make_ids, sample
+from support.cases import embeddings, make_ids, of_engines, sample
 from support.oracle_pcme import distances, pcme
 from support.reference import unit
 
 import itrloss
 from itrloss import PCMEPlusPlusLoss
-
-ENGINES = ("dense", "tiled")
 
 
 def distributions(n, m, d=6, dtype=torch.float64):
@@ -84,7 +82,7 @@ def test_similarity_ranks_by_the_distance():
 @pytest.mark.parametrize("kind", [None, "random", "same", "disjoint"])
 # variances up to 2e4, whose sums are far beyond half precision
 @pytest.mark.parametrize("log_variance", [-60.0, 0.0, 10.0])
-@pytest.mark.parametrize("engine", ENGINES)
+@of_engines
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_hostile_input_stays_finite(dtype, engine, log_variance, kind):
     large = 1e4 * torch.eye(8)[:3]

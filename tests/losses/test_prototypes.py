@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support.cases import sample
+from support.cases import of_engines, sample
 from torch import Tensor
 
 from itrloss import PrototypeClassificationLoss
@@ -39,7 +39,7 @@ def concepts(pairs, clusters, dim):
 
 
 @pytest.mark.parametrize("scale", [1.0, 10.0, 100.0])
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@of_engines
 def test_the_loss_is_never_negative_in_float32(engine, scale):
     given = concepts(128, 500, 64)
     given.images[:60] = given.weight[given.ids[:60]]  # easy ones, whose loss is almost 0

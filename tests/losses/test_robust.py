@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from support.cases import make_ids
+from support.cases import make_ids, of_engines
 
 import itrloss
 from itrloss import ComplementaryContrastiveLoss, RINCELoss
@@ -51,7 +51,7 @@ HOSTILE = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), torch.eye(8)[:3], -tor
 
 
 @pytest.mark.parametrize("kind", [None, "random", "same", "disjoint"])
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@of_engines
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "loss",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import embeddings, sample
+from support.cases import embeddings, of_engines, sample
 from support.losses_registry import public_losses
 from support.versions import load, reset_compiler
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ def test_a_number_or_a_parameter_counts_in_its_form(name: str, form: str):
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 @of_forms
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@of_engines
 def test_a_parameter_has_the_gradient_of_its_form(name: str, form: str, engine: str, small_tiles):
     def at(temperature: float) -> float:
         loss = made(name, temperature=temperature, learnable=False, engine=engine)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.cases import embeddings, upstream
+from support.cases import embeddings, of_engines, upstream
 from support.losses_registry import REGISTRY
 from support.versions import FlopCounterMode
 from torch import Tensor
@@ -18,8 +18,6 @@ from torch import Tensor
 import itrloss
 from itrloss import Similarity
 from itrloss.engine.relation import Relation
-
-of_engines = pytest.mark.parametrize("engine", ["dense", "tiled"])
 
 
 def with_gradients(call: Any, v: Tensor, w: Tensor, grads: tuple[Tensor, Tensor]) -> list[Tensor]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -181,6 +182,7 @@ def upstream(n: int, m: int, seed: int = 1, dtype=torch.float64) -> tuple[Tensor
 
 
 ENGINES = ("dense", "tiled", "kept", "scores")
+of_engines = pytest.mark.parametrize("engine", ["dense", "tiled"])
 VIEWS = {"rows": lambda sim: sim, "columns": lambda sim: sim.T, "both": lambda sim: sim.both}
 
 
