@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,14 +23,16 @@ from pytorch_metric_learning.utils.loss_and_miner_utils import get_all_pairs_ind
 
 from itrloss.integrations.pytorch_metric_learning import ContrastiveLoss
 
+SUPCON = partial(itrloss.SupConLoss, 0.1)
+OF_PAIRS: dict[str, Any] = {"alpha": 2, "beta": 50, "base": 0.5}
+# Their losses, and ours.
 SAME: dict[str, Any] = {
-    "supcon": (losses.SupConLoss, itrloss.SupConLoss, {"temperature": 0.1}),
+    "supcon": (partial(losses.SupConLoss, 0.1), SUPCON),
     "multi-similarity": (
-        losses.MultiSimilarityLoss,
-        itrloss.MultiSimilarityLoss,
-        {"alpha": 2, "beta": 50, "base": 0.5},
+        partial(losses.MultiSimilarityLoss, **OF_PAIRS),
+        partial(itrloss.MultiSimilarityLoss, **OF_PAIRS),
     ),
-    "circle": (losses.CircleLoss, itrloss.CircleLoss, {}),
+    "circle": (losses.CircleLoss, itrloss.CircleLoss),
 }
 MINERS = {
     "none": None,
@@ -67,64 +70,64 @@ def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("miner", MINERS)
-@pytest.mark.parametrize("ref", [False, True])
+@pytest.fixture(params=[False, True])
+def ref(request) -> tuple[Tensor | None, ...]:
+    """References and their labels, if there are any."""
+    return (embeddings(12, 15)[1].requires_grad_(), REF_LABELS) if request.param else (None, None)
+
+
+@pytest.fixture(params=MINERS)
+def given(request, ref) -> tuple[Any, ...]:
+    """Embeddings, their labels, the mined pairs, and references."""
+    x = embeddings(12, 15)[0].requires_grad_()
+    miner = MINERS[request.param]
+    pairs = None if miner is None else miner(x, LABELS, *ref)
+    return x, LABELS, pairs, *ref
+
+
 @pytest.mark.parametrize("name", SAME)
-def test_values_and_gradients_are_theirs(name, ref, miner):
+def test_values_and_gradients_are_theirs(name, given):
     """Of the anchors that have a positive and a negative: of others, some of theirs have a part."""
-    theirs, loss, options = SAME[name]
-    x, y = (z.requires_grad_() for z in embeddings(12, 15))
-    refs = (y, REF_LABELS) if ref else (None, None)
-    pairs = None if miner == "none" else MINERS[miner](x, LABELS, *refs)
+    theirs, loss = SAME[name]
     nothing = {"reducer": reducers.DoNothingReducer()}
-    found = ContrastiveLoss(loss(**options, reduction="none"), **nothing)(x, LABELS, pairs, *refs)[
-        "loss"
-    ]
-    wanted = theirs(**options, **nothing)(x, LABELS, pairs, *refs)["loss"]["losses"].flatten()[
-        found["indices"]
-    ]
-    assert len(found["indices"]) > 8
+    found = ours(loss, **nothing)(*given)["loss"]
+    values = theirs(**nothing)(*given)["loss"]["losses"].flatten()
+    wanted = values[found["indices"]]
+    assert len(wanted) > 8
     weights = torch.arange(1, len(wanted) + 1, dtype=torch.float64)
-    assert_same(*([z, *torch.autograd.grad(z @ weights, x)] for z in (found["losses"], wanted)))
+    pair = found["losses"], wanted
+    assert_same(*([z, *torch.autograd.grad(z @ weights, given[0])] for z in pair))
     if len(wanted) == 12:
-        own = ContrastiveLoss(loss(**options, reduction="none"))
-        assert_same(*(outcome(f, x, LABELS, pairs, *refs) for f in (own, theirs(**options))))
+        assert_same(*(outcome(f, *given) for f in (ours(loss), theirs())))
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_their_memory_has_the_values_and_gradients_of_theirs(name):
-    theirs, loss, options = SAME[name]
+    theirs, loss = SAME[name]
     memories = [
         losses.CrossBatchMemory(f, 6, 20, miner=miners.BatchHardMiner())
-        for f in (ContrastiveLoss(loss(**options, reduction="none")), theirs(**options))
+        for f in (ours(loss), theirs())
     ]
     for seed in range(4):  # the memory runs over
         torch.manual_seed(seed)
-        x, labels = (
-            torch.randn(8, 6, dtype=torch.float64, requires_grad=True),
-            torch.randint(4, (8,)),
-        )
+        x = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+        labels = torch.randint(4, (8,))
         assert_same(*(outcome(f, x, labels) for f in memories))
 
 
-@pytest.mark.parametrize("miner", MINERS)
-@pytest.mark.parametrize("ref", [False, True])
-def test_all_triplets_are_those_of_their_triplet_margin_loss(ref, miner):
-    x, y = (z.requires_grad_() for z in embeddings(12, 15))
-    refs = (y, REF_LABELS) if ref else (None, None)
-    pairs = None if miner == "none" else MINERS[miner](x, LABELS, *refs)
+def test_all_triplets_are_those_of_their_triplet_margin_loss(given):
     total = {"reducer": reducers.SumReducer()}
-    triplets = itrloss.TripletLoss(0.2, mining="all", reduction="none")
-    found = outcome(ContrastiveLoss(triplets, **total), x, LABELS, pairs, *refs)
+    triplets = partial(itrloss.TripletLoss, 0.2, mining="all")
+    found = outcome(ours(triplets, **total), *given)
     cosines = {"distance": distances.CosineSimilarity()}
     theirs = losses.TripletMarginLoss(0.2, **cosines, **total)
-    assert_same(found, outcome(theirs, x, LABELS, pairs, *refs))
+    assert_same(found, outcome(theirs, *given))
     squares = losses.TripletMarginLoss(0.4, distance=distances.LpDistance(power=2), **total)
-    assert_same([2 * z for z in found], outcome(squares, x, LABELS, pairs, *refs))
+    assert_same([2 * z for z in found], outcome(squares, *given))
     each = losses.TripletMarginLoss(0.2, **cosines, reducer=reducers.DoNothingReducer())
-    violating = (each(x, LABELS, pairs, *refs)["loss"]["losses"] > 0).sum()
+    violating = (each(*given)["loss"]["losses"] > 0).sum()
     mean = losses.TripletMarginLoss(0.2, **cosines)
-    assert_same([z / violating for z in found], outcome(mean, x, LABELS, pairs, *refs))
+    assert_same([z / violating for z in found], outcome(mean, *given))
 
 
 def train(loss: Any, rank: int = 0, world: int = 1) -> list[Tensor]:
@@ -151,27 +154,27 @@ def train(loss: Any, rank: int = 0, world: int = 1) -> list[Tensor]:
     return [torch.stack(values), model.weight.detach()]
 
 
+def assert_falls(values: Tensor) -> None:
+    assert len(values) == 32 and values[-4:].mean() < 0.9 * values[:4].mean()
+
+
 def test_their_trainer_has_the_curve_of_theirs():
-    ours, theirs = (
-        train(ContrastiveLoss(itrloss.SupConLoss(0.1, reduction="none"))),
-        train(losses.SupConLoss(0.1)),
-    )
-    assert_same(ours, theirs)
-    dcl = train(ContrastiveLoss(itrloss.DiversityContrastiveLoss(reduction="none")))
-    for values in (ours[0], dcl[0]):
-        assert len(values) == 32 and values[-4:].mean() < 0.9 * values[:4].mean()
+    found = train(ours(SUPCON))
+    assert_same(found, train(losses.SupConLoss(0.1)))
+    for values, _ in (found, train(ours(itrloss.DiversityContrastiveLoss))):
+        assert_falls(values)
 
 
 def in_a_process(rank: int) -> list[list[Tensor]]:
-    every = ContrastiveLoss(itrloss.SupConLoss(0.1, reduction="none")), losses.SupConLoss(0.1)
+    every = ours(SUPCON), losses.SupConLoss(0.1)
     return [train(DistributedLossWrapper(loss), rank, WORLD) for loss in every]
 
 
 @pytest.mark.slow
 def test_their_wrapper_has_the_curve_of_theirs_in_two_processes(tmp_path):
-    for ours, theirs in run(in_a_process, tmp_path):
-        assert_same(ours, theirs)
-        assert len(ours[0]) == 32 and ours[0][-4:].mean() < 0.9 * ours[0][:4].mean()
+    for found, theirs in run(in_a_process, tmp_path):
+        assert_same(found, theirs)
+        assert_falls(found[0])
 
 
 @pytest.mark.parametrize("name", OTHERS)
