@@ -42,6 +42,7 @@ def filled_memory() -> CoupledMemory:
 
 # What losses take by the names of images and texts.
 BATCH: dict[str, Any] = {"images": Q, "texts": D, "image_ids": IDS, "text_ids": IDS}
+WITH_MEMORY = BATCH | {"image_keys": D, "text_keys": Q, "memory": filled_memory()}
 CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "InfoNCE": (itrloss.InfoNCELoss(), BATCH | {"image_groups": GROUPS, "text_groups": GROUPS}),
     "negatives": (itrloss.InfoNCELoss(), BATCH | {"negatives": N, "negative_ids": IDS[:4]}),
@@ -51,18 +52,12 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "labels": (itrloss.SupConLoss(), {"images": Q, "texts": D, "labels": IDS}),
     "targets": (itrloss.SupConLoss(), {"images": Q, "texts": D, "targets": IDS}),
     "distillation": (itrloss.DistillationLoss(), BATCH | {"teacher": Q @ D.T / 9}),
-    "memory": (
-        itrloss.MemoryInfoNCELoss(),
-        BATCH | {"image_keys": D, "text_keys": Q, "memory": filled_memory()},
-    ),
-    "UTO": (
-        itrloss.UnifiedTrainingObjective(),
-        BATCH | {"image_keys": D, "text_keys": Q, "memory": filled_memory()},
-    ),
+    "memory": (itrloss.MemoryInfoNCELoss(), WITH_MEMORY),
+    "UTO": (itrloss.UnifiedTrainingObjective(), WITH_MEMORY),
     "matryoshka": (itrloss.Matryoshka(itrloss.InfoNCELoss(), [3, 5]), BATCH | {"negatives": N}),
     "matryoshka of a memory": (
         itrloss.Matryoshka(itrloss.MemoryInfoNCELoss(), [3, 5]),
-        BATCH | {"image_keys": D, "text_keys": Q, "memory": filled_memory()},
+        WITH_MEMORY,
     ),
     "normal distributions": (
         lambda **given: itrloss.PCMEPlusPlusLoss()(**given),
@@ -183,18 +178,19 @@ def test_synonyms_of_directions(directions):
         torch.testing.assert_close(values, Similarity(Q, D).towards(directions).logsumexp(3.0))
 
 
+COSINES = F.normalize(Q, dim=1) @ F.normalize(D, dim=1).T
+
+
 def test_losses_of_scores_have_a_neutral_name():
     criterion = compat.adapt(itrloss.InfoNCELoss(), "scores")
-    scores = F.normalize(Q, dim=1) @ F.normalize(D, dim=1).T
-    torch.testing.assert_close(criterion(scores), itrloss.InfoNCELoss()(Q, D))
+    torch.testing.assert_close(criterion(COSINES), itrloss.InfoNCELoss()(Q, D))
     with pytest.raises(ValueError, match=r"^score_function: expected None for 'scores'"):
         compat.adapt(itrloss.InfoNCELoss(), "scores", torch.matmul)
 
 
 def test_opt_of_descendants_of_sgraf_has_no_effect():
-    scores = F.normalize(Q, dim=1) @ F.normalize(D, dim=1).T
-    wanted = compat.SGRAFLoss(0.2, True)(scores)
-    found = compat.SGRAFLoss(opt=object(), margin=0.2, max_violation=True)(scores)
+    wanted = compat.SGRAFLoss(0.2, True)(COSINES)
+    found = compat.SGRAFLoss(opt=object(), margin=0.2, max_violation=True)(COSINES)
     torch.testing.assert_close(found, wanted)
 
 

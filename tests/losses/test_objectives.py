@@ -11,14 +11,14 @@ from support.cases import embeddings, sample
 
 from itrloss import CODERObjective, CoupledMemory, DVSEObjective
 
+IDS = torch.arange(6)
 
-def coder_input(b=6, d=5, seed=0, entries=9):
-    v, w = embeddings(b, b, d, seed)
-    v_keys, w_keys = embeddings(b, b, d, seed + 1)
-    v_concepts, w_concepts = embeddings(b, b, d, seed + 2)
-    memory = CoupledMemory(entries, d, dtype=torch.float64)
-    memory.enqueue(*embeddings(entries, entries, d, seed + 3), torch.arange(entries) % 7)
-    return [v, w, v_keys, w_keys, memory, v_concepts, w_concepts]
+
+def coder_input():
+    pairs, keys, concepts = (embeddings(6, 6, 5, seed) for seed in range(3))
+    memory = CoupledMemory(9, 5, dtype=torch.float64)
+    memory.enqueue(*embeddings(9, 9, 5, 3), torch.arange(9) % 7)
+    return [*pairs, *keys, memory, *concepts]
 
 
 def dvse_input():
@@ -39,14 +39,14 @@ def test_coder_weights_by_default_are_those_of_equation_8():
 def test_prototypes_move_in_training_and_stand_still_in_evaluation():
     objective, given = CODERObjective(5, 8).eval(), coder_input()
     # there are no prototypes yet
-    assert objective(*given, torch.arange(6), torch.arange(6))[1].prototype == 0
+    assert objective(*given, IDS, IDS)[1].prototype == 0
     assert len(objective.prototypes) == 0
     objective.train()
-    objective(*given, torch.arange(6), torch.arange(6))
+    objective(*given, IDS, IDS)
     assert len(objective.prototypes) == 6
     before = copy.deepcopy(objective.state_dict())
     objective.eval()
-    assert objective(*given, torch.arange(6), torch.arange(6))[1].prototype > 0
+    assert objective(*given, IDS, IDS)[1].prototype > 0
     assert all(
         torch.equal(x, before[name])
         for name, x in objective.state_dict().items()
@@ -72,7 +72,7 @@ def test_prototypes_stand_still_where_the_input_is_refused(wrong):
 def test_clusters_are_those_of_sums_of_unit_vectors():
     objective, given = CODERObjective(5, 20), coder_input()
     given[0] = given[0] * torch.tensor([[100.0], [0.01], [1], [30], [0.5], [7]])
-    objective(*given, torch.arange(6), torch.arange(6))
+    objective(*given, IDS, IDS)
     sums = unit(given[0].numpy()) + unit(given[1].numpy())
     order = objective.prototypes.predict(torch.from_numpy(sums))
     np.testing.assert_allclose(
@@ -101,14 +101,13 @@ def test_options_reach_what_they_are_for():
 
 def test_a_reseeded_cluster_loses_what_the_classifier_learnt():
     objective, given = CODERObjective(5, 6), coder_input()
-    ids = torch.arange(6)
-    objective(*given, ids, ids)
+    objective(*given, IDS, IDS)
     torch.testing.assert_close(
         objective.classifier.weight.detach(), objective.prototypes.centroids / 3**0.5
     )
     with torch.no_grad():
         objective.classifier.weight.fill_(9.0)
-    objective(*given, ids, ids)  # the same points, so that nothing is reseeded
+    objective(*given, IDS, IDS)  # the same points, so that nothing is reseeded
     assert (objective.classifier.weight == 9.0).all()
 
 
@@ -130,7 +129,7 @@ def test_gradients_reach_all_that_is_trained_and_nothing_else():
     for at in (0, 1, 2, 3, 5, 6):
         given[at] = given[at].requires_grad_()
     objective = CODERObjective(5, 4)
-    objective(*given, torch.arange(6), torch.arange(6))[0].backward()
+    objective(*given, IDS, IDS)[0].backward()
     assert all(given[at].grad.abs().sum() > 0 for at in (0, 1, 5, 6))
     assert given[2].grad is None and given[3].grad is None
     assert objective.classifier.weight.grad.abs().sum() > 0

@@ -78,8 +78,8 @@ def value_of(name: str, loss: Any) -> Tensor:
     return LEARNT[name][1](loss)
 
 
-def parameter(form: str, dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = ()) -> Any:
-    return nn.Parameter(torch.full(shape, FORMS[form][0], dtype=dtype))
+def parameter(form: str, shape: tuple[int, ...] = ()) -> Any:
+    return nn.Parameter(torch.full(shape, FORMS[form][0], dtype=torch.float64))
 
 
 def test_each_loss_with_a_learnable_temperature_is_here():

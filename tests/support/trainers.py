@@ -51,13 +51,13 @@ def assert_same(found: Curve, wanted: Curve, factor: float = 1.0, atol: float = 
 
 
 def assert_same_in_two_processes(
-    in_a_process: Any, wanted: dict[str, Curve], folder: Path, *args: str, atol: float = 1e-5
+    in_a_process: Any, wanted: dict[str, Curve], folder: Path, *args: str
 ) -> None:
     """Compare the curves of a function in two processes, by name, with those of one process."""
     for processes in run(in_a_process, folder, *args):
         assert processes.keys() == wanted.keys()
         for name, found in processes.items():
-            assert_same(found, wanted[name], atol=atol)
+            assert_same(found, wanted[name])
 
 
 def assert_resumes(whole: Curve, resumed: Curve) -> None:
