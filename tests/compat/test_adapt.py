@@ -17,6 +17,7 @@ from support.vse_trainers import CODE_BASES, B, D, Trainer, smooth_chamfer, xatt
 
 import itrloss
 from itrloss import compat
+from itrloss.compat import adapt
 
 LOSSES = select(
     "dcl",
@@ -30,6 +31,7 @@ LOSSES = select(
     "rince of the defaults",
 )
 MEMORY_LOSSES = select("uto mild", "mdcl")
+UTO = MEMORY_LOSSES["uto mild"].make()
 
 
 def unit(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -61,14 +63,14 @@ def test_every_loss_trains_in_every_code_base(name, loss):
 
 
 def test_the_hardest_negatives_come_back_as_they_were():
-    criterion = compat.adapt(itrloss.TripletLoss(mining="batch-hard"), "vse_inf")
+    criterion = adapt(itrloss.TripletLoss(mining="batch-hard"), "vse_inf")
     assert criterion.max_violation
     criterion.max_violation_off()
     criterion.max_violation_off()
     assert criterion.loss.mining == "all"
     criterion.max_violation_on()
     assert criterion.loss.mining == "batch-hard"
-    soft = compat.adapt(itrloss.TripletLoss(temperature=0.1), "vse_inf")
+    soft = adapt(itrloss.TripletLoss(temperature=0.1), "vse_inf")
     with pytest.raises(ValueError, match="expected None with mining"):
         soft.max_violation_off()
     assert soft.loss.mining == "hardest"
@@ -94,12 +96,10 @@ def test_infonce_is_clip4clips_cross_entropy_of_logits():
     cosines = unit(B, D) @ unit(B, D, seed=1).T
     logits = (30 * cosines).detach().requires_grad_()
     loss = itrloss.InfoNCELoss(1.0, directions="image-text")
-    criterion = compat.adapt(loss, "clip4clip")
+    criterion = adapt(loss, "clip4clip")
     found = (criterion(logits) + criterion(logits.T)) / 2
     own = torch.arange(B)
-    of_texts = F.cross_entropy(logits, own)
-    of_videos = F.cross_entropy(logits.T, own)
-    wanted = (of_texts + of_videos) / 2
+    wanted = (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
     assert_same_step(found, wanted, (logits,))
 
 
@@ -107,7 +107,7 @@ def test_dive_has_as_many_texts_of_each_image():
     images = unit(B, 2, D, seed=3)
     texts = unit(5 * B, 2, D, seed=4)
     own = itrloss.TripletLoss(0.2, mining="all")
-    value, parts = compat.adapt(own, "dive", smooth_chamfer)(images, texts, None, None, None, None)
+    value, parts = adapt(own, "dive", smooth_chamfer)(images, texts, None, None, None, None)
     assert parts == {}
     scores = smooth_chamfer(images.flatten(0, 1), texts.flatten(0, 1))
     ids = torch.arange(B)
@@ -124,30 +124,26 @@ def test_a_score_function_replaces_cosines_and_is_trained():
     im = unit(B, D)
     s = unit(B, D, seed=1)
     own = itrloss.InfoNCELoss(directions="image-text")  # tells rows from columns
-    criterion = compat.adapt(own, "vsepp", function)
+    criterion = adapt(own, "vsepp", function)
     wanted = own(scores=function(im, s))
     torch.testing.assert_close(criterion(im, s), wanted)
-    trained = {id(parameter) for parameter in criterion.parameters()}
-    for parameter in function.parameters():
-        assert id(parameter) in trained
+    assert {*function.parameters()} <= {*criterion.parameters()}
 
 
 def test_sets_are_scored_by_their_best_pair_and_may_have_one_element():
     im = unit(B, 2, D)
     s = unit(B, 3, D, seed=1)
     own = itrloss.InfoNCELoss()
-    criterion = compat.adapt(own, "pvse")
+    criterion = adapt(own, "pvse")
     every = torch.einsum("ikd,jld->ijkl", im, s)
-    best = every.amax((2, 3))
     loss, parts = criterion(im, s, None, None)
-    torch.testing.assert_close(loss, own(scores=best))
+    torch.testing.assert_close(loss, own(scores=every.amax((2, 3))))
     assert parts.keys() == {"ranking_loss"}
     assert parts["ranking_loss"].equal(loss)
     assert not parts["ranking_loss"].requires_grad
-    first_im = im[:, 0]
-    first_s = s[:, 0]
-    loss, _ = criterion(first_im, first_s, None, None)
-    torch.testing.assert_close(loss, own(first_im, first_s))
+    first = im[:, 0], s[:, 0]
+    loss, _ = criterion(*first, None, None)
+    torch.testing.assert_close(loss, own(*first))
 
 
 @pytest.mark.parametrize(
@@ -158,8 +154,8 @@ def test_regularisers_are_those_of_the_original(name, texts, added):
     given = [unit(size, 2, D, seed=i) for i, size in enumerate((B, texts, B, texts))]
     options = CODE_BASES[name].options
     opt, function = options["opt"], options.get("score_function")
-    without_options = compat.adapt(itrloss.InfoNCELoss(), name, function)
-    with_options = compat.adapt(itrloss.InfoNCELoss(), name, function, opt)
+    without_options = adapt(itrloss.InfoNCELoss(), name, function)
+    with_options = adapt(itrloss.InfoNCELoss(), name, function, opt)
     original = compat.PVSELoss(opt) if name == "pvse" else compat.DivELoss(2, 2, function, opt)
     bare, _ = without_options(*given)
     full, parts = with_options(*given)
@@ -180,14 +176,14 @@ def test_queues_are_those_of_the_objective_and_may_be_overwritten(size):
     memory = itrloss.CoupledMemory(size, D).double()
     memory.enqueue(v_queue.T, t_queue.T)
     wanted = loss(v, w, v_k, t_k, memory)
-    criterion = compat.adapt(loss, "user")
+    criterion = adapt(loss, "user")
     found = criterion.moco_forward(v, t_k, w, v_k, v_queue, t_queue)
     v_queue[:, :B] = 0
     t_queue[:, :B] = 0
     assert_same_step(found, wanted, (v, w))
     assert criterion(v, w).item() == 0
     # and add nothing to a loss without a memory
-    of_batch = compat.adapt(itrloss.InfoNCELoss(), "user")
+    of_batch = adapt(itrloss.InfoNCELoss(), "user")
     assert of_batch.moco_forward(v, t_k, w, v_k, v_queue, t_queue).item() == 0
 
 
@@ -196,22 +192,19 @@ def test_entries_of_the_batch_in_a_bank_are_no_negatives():
     own = (0, 1, 2, 3)
     with_own = [0, 1, 2, 3, 4, 5]
     with_others = [9, 8, 7, 6, 4, 5]
-    criterion = compat.adapt(itrloss.MemoryDiversityContrastiveLoss(), "hal")
+    criterion = adapt(itrloss.MemoryDiversityContrastiveLoss(), "hal")
     value = criterion(im, s, images, texts, with_own, own)
     # as after an epoch in which nothing changed
-    known_images = images.detach().clone()
-    known_images[:4] = im.detach()
-    known_texts = texts.detach().clone()
-    known_texts[:4] = s.detach()
-    changed = criterion(im, s, known_images, known_texts, with_own, own)
-    foreign = criterion(im, s, known_images, known_texts, with_others, own)
+    known = torch.cat([im, images[4:]]).detach(), torch.cat([s, texts[4:]]).detach()
+    changed = criterion(im, s, *known, with_own, own)
+    foreign = criterion(im, s, *known, with_others, own)
     assert foreign > changed
     assert value != changed
     without_a_bank = criterion(im, s, None, None, None, own)
     assert without_a_bank.item() == 0
     loss = itrloss.MemoryInfoNCELoss()  # of the batch with its keys, too
     memory = itrloss.CoupledMemory(1, D, dtype=im.dtype)
-    torch.testing.assert_close(compat.adapt(loss, "hal")(im, s), loss(im, s, im, s, memory))
+    torch.testing.assert_close(adapt(loss, "hal")(im, s), loss(im, s, im, s, memory))
 
 
 # -------------------------------------------------------------------------- parameters, checkpoints
@@ -225,7 +218,7 @@ SWITCHED = {
     "CHAN": compat.CHANLoss,
     "HREM": lambda: compat.HREMLoss(SETTINGS),
     "PVSE": lambda: compat.PVSELoss(SETTINGS),
-    "any loss": lambda: compat.adapt(itrloss.TripletLoss(mining="all"), "vsepp"),
+    "any loss": lambda: adapt(itrloss.TripletLoss(mining="all"), "vsepp"),
 }
 
 
@@ -234,8 +227,7 @@ def test_a_state_has_which_negatives_count(name):
     criterion = SWITCHED[name]()
     criterion.max_violation_on()
     state = criterion.state_dict()
-    for entry in state.values():
-        assert isinstance(entry, torch.Tensor)
+    assert all(isinstance(entry, torch.Tensor) for entry in state.values())
     model = torch.nn.ModuleList([torch.nn.Linear(2, 2), criterion])
     average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)  # a copy
     for _ in range(2):
@@ -250,7 +242,7 @@ def test_a_state_has_which_negatives_count(name):
 
 
 def test_a_criterion_is_one_number():
-    criterion = compat.adapt(itrloss.TripletLoss(), "vsepp")
+    criterion = adapt(itrloss.TripletLoss(), "vsepp")
     criterion.loss.reduction = "none"
     with pytest.raises(ValueError, match="reduction"):
         criterion(unit(B, D), unit(B, D, seed=1))
@@ -258,12 +250,11 @@ def test_a_criterion_is_one_number():
 
 def test_losses_inside_of_others_are_switched():
     loss = itrloss.Matryoshka(itrloss.TripletLoss(), [3, D])
-    criterion = compat.adapt(loss, "vse_inf")
-    im = unit(B, D)
-    s = unit(B, D, seed=1)
-    hardest = criterion(im, s)
+    criterion = adapt(loss, "vse_inf")
+    batch = unit(B, D), unit(B, D, seed=1)
+    hardest = criterion(*batch)
     criterion.max_violation_off()
-    assert criterion(im, s) > hardest
+    assert criterion(*batch) > hardest
     assert criterion.loss.loss.mining == "all"
 
 
@@ -271,41 +262,29 @@ def test_losses_inside_of_others_are_switched():
 
 NCE = itrloss.InfoNCELoss()
 WRONG = {
-    "code_base: expected 'vsepp'": lambda: compat.adapt(NCE, "vse"),
-    "score_function: expected one": lambda: compat.adapt(NCE, "scan"),
-    "score_function: expected a function": lambda: compat.adapt(NCE, "scan", "t2i"),
-    "score_function: expected None for 'chan'": lambda: compat.adapt(NCE, "chan", xattn_score),
-    "opt: expected None for 'chan'": lambda: compat.adapt(NCE, "chan", opt=Namespace()),
-    "loss: expected one of images and texts alone": lambda: compat.adapt(
+    "code_base: expected 'vsepp'": lambda: adapt(NCE, "vse"),
+    "score_function: expected one": lambda: adapt(NCE, "scan"),
+    "score_function: expected a function": lambda: adapt(NCE, "scan", "t2i"),
+    "score_function: expected None for 'chan'": lambda: adapt(NCE, "chan", xattn_score),
+    "opt: expected None for 'chan'": lambda: adapt(NCE, "chan", opt=Namespace()),
+    "loss: expected one of images and texts alone": lambda: adapt(
         itrloss.DistillationLoss(), "vsepp"
     ),
-    "loss: expected one of images and texts": lambda: compat.adapt(
-        torch.nn.CrossEntropyLoss(), "vsepp"
-    ),
-    "loss: expected one that takes scores": lambda: compat.adapt(
-        itrloss.Matryoshka(NCE, [2]), "pvse"
-    ),
-    "loss: expected one without a memory": lambda: compat.adapt(
-        MEMORY_LOSSES["uto mild"].make(), "vsepp"
-    ),
-    "loss: expected reduction": lambda: compat.adapt(
-        itrloss.InfoNCELoss(reduction="none"), "vsepp"
-    ),
-    "loss: expected reduction 'mean'": lambda: compat.adapt(
+    "loss: expected one of images and texts": lambda: adapt(torch.nn.CrossEntropyLoss(), "vsepp"),
+    "loss: expected one that takes scores": lambda: adapt(itrloss.Matryoshka(NCE, [2]), "pvse"),
+    "loss: expected one without a memory": lambda: adapt(UTO, "vsepp"),
+    "loss: expected reduction": lambda: adapt(itrloss.InfoNCELoss(reduction="none"), "vsepp"),
+    "loss: expected reduction 'mean'": lambda: adapt(
         itrloss.UnifiedTrainingObjective(reduction="none"), "user"
     ),
-    "indices: expected an integer tensor": lambda: compat.adapt(
-        MEMORY_LOSSES["uto mild"].make(), "hal"
-    )(*[unit(2, D)] * 4, [0, 1]),
-    "mb_ind: expected": lambda: compat.adapt(MEMORY_LOSSES["uto mild"].make(), "hal")(
-        *[unit(2, D)] * 4, [0], [0, 1]
-    ),
-    "takes scores": lambda: compat.adapt(itrloss.Matryoshka(NCE, [2]), "sgraf"),
-    "txt_embs: expected as many texts": lambda: compat.adapt(NCE, "dive")(unit(2, D), unit(3, D)),
-    "scores: expected shape": lambda: compat.adapt(NCE, "chan")(unit(B)),
-    "10 images and 11 texts": lambda: compat.adapt(NCE, "clip4clip")(unit(B, B + 1)),
-    r"ScoresCriterion.forward\(\) takes": lambda: compat.adapt(NCE, "sgraf")(*range(7)),
-    "VSECriterion.* takes 3 positional arguments": lambda: compat.adapt(NCE, "vsepp")(1, 2, 3),
+    "indices: expected an integer tensor": lambda: adapt(UTO, "hal")(*[unit(2, D)] * 4, [0, 1]),
+    "mb_ind: expected": lambda: adapt(UTO, "hal")(*[unit(2, D)] * 4, [0], [0, 1]),
+    "takes scores": lambda: adapt(itrloss.Matryoshka(NCE, [2]), "sgraf"),
+    "txt_embs: expected as many texts": lambda: adapt(NCE, "dive")(unit(2, D), unit(3, D)),
+    "scores: expected shape": lambda: adapt(NCE, "chan")(unit(B)),
+    "10 images and 11 texts": lambda: adapt(NCE, "clip4clip")(unit(B, B + 1)),
+    r"ScoresCriterion.forward\(\) takes": lambda: adapt(NCE, "sgraf")(*range(7)),
+    "VSECriterion.* takes 3 positional arguments": lambda: adapt(NCE, "vsepp")(1, 2, 3),
 }
 
 
@@ -335,18 +314,18 @@ def test_hrem_takes_scores_with_ids_that_mask(ids):
     hinges = (of_rows + of_columns) * is_negative
     criterion = compat.HREMLoss(opt=Namespace(mask_repeat=1, margin=0.2))
     torch.testing.assert_close(criterion(*sets, ids, scores), hinges.sum())
-    adapted = compat.adapt(NCE, "hrem")
+    adapted = adapt(NCE, "hrem")
     wanted = NCE(scores=scores, image_ids=ids, text_ids=ids)
     torch.testing.assert_close(adapted(*sets, ids, scores), wanted)
     torch.testing.assert_close(adapted(scores, scores, ids), NCE(scores, scores, ids, ids))
 
 
 def test_a_margin_is_that_of_the_loss_inside():
-    adapted = compat.adapt(itrloss.Matryoshka(itrloss.TripletLoss(0.2), (2, D)), "vsepp")
+    adapted = adapt(itrloss.Matryoshka(itrloss.TripletLoss(0.2), (2, D)), "vsepp")
     adapted.margin = 1.0
     assert adapted.margin == adapted.loss.loss.margin == 1.0
     with pytest.raises(AttributeError, match="margin: expected a loss that has one, got SupCon"):
-        compat.adapt(itrloss.SupConLoss(), "vsepp").margin = 1.0
+        adapt(itrloss.SupConLoss(), "vsepp").margin = 1.0
 
 
 def queues_of_each(rank: int) -> torch.Tensor:
@@ -357,7 +336,7 @@ def queues_of_each(rank: int) -> torch.Tensor:
     memory = itrloss.CoupledMemory(20, D, dtype=v.dtype)
     memory.enqueue_alone(queue.T, queue.T)
     loss = itrloss.UnifiedTrainingObjective()
-    adapted = compat.adapt(loss, "user")
+    adapted = adapt(loss, "user")
     found = adapted.moco_forward(v, w, w, v, queue, queue)
     return found - loss(v, w, v, w, memory)
 
