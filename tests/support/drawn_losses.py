@@ -481,7 +481,6 @@ def loops_of_distillation(case: LossCase, leaves: list[Tensor]) -> Any:
     scores = torch.from_numpy(scores_of(case, leaves))
     items = case.batch.items()
     found = []
-    counts = []
     sides = ((scores, case.teacher, *items), (scores.T, case.teacher.T, *items[::-1]))
     for s, t, own, others in sides:
         values = torch.zeros(len(own), dtype=torch.float64)
@@ -491,15 +490,19 @@ def loops_of_distillation(case: LossCase, leaves: list[Tensor]) -> Any:
                 q = (t[i, meet] / of_teacher).softmax(0)
                 values[i] = -(q * (s[i, meet] / temperature).log_softmax(0)).sum()
         found.append(values)
-        counts.append(max(1, sum(map(oracle.exists, own))))
+    return reduced(case, *found)
+
+
+def reduced(case: LossCase, rows: Tensor, cols: Tensor) -> Any:
+    """Return what a loss makes of the values of all anchors."""
 
     def compute(reduction: str) -> Any:
         if reduction == "none":
-            return tuple(found)
-        sums = [float(x.sum()) for x in found]
+            return rows, cols
         if reduction == "sum":
-            return sum(sums)
-        return sum(x / count for x, count in zip(sums, counts, strict=True))
+            return rows.sum() + cols.sum()
+        counts = [max(1, case.number_of_anchors(side)) for side in (0, 1)]
+        return rows.sum() / counts[0] + cols.sum() / counts[1]
 
     return case.of_directions(compute)
 
@@ -517,17 +520,9 @@ def of_variances(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 
 def loops_of_variances(case: LossCase, leaves: list[Tensor]) -> Any:
     labels = case.batch.matches
-    rows, cols = oracle_pcme.pcme(leaves, case.batch.ids, **case.entry.options, labels=labels)
-    counts = [max(1, case.number_of_anchors(side)) for side in (0, 1)]
-
-    def compute(reduction: str) -> Any:
-        if reduction == "none":
-            return rows, cols
-        if reduction == "sum":
-            return rows.sum() + cols.sum()
-        return rows.sum() / counts[0] + cols.sum() / counts[1]
-
-    return case.of_directions(compute)
+    return reduced(
+        case, *oracle_pcme.pcme(leaves, case.batch.ids, **case.entry.options, labels=labels)
+    )
 
 
 # ------------------------------------------------------------------------------------------ memory
