@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.losses_registry import public_losses
-from support.pages import BLOCK, DOCS
+from support.pages import BLOCK, DOCS, read
 from support.processes import run
 from support.stored import assert_stored
 from support.versions import load, needs
@@ -24,13 +24,7 @@ import itrloss
 from itrloss.engine.terms import Term
 
 SOURCES = [*DOCS.rglob("*.rst"), *(DOCS.parent / "src").rglob("*.py")]
-EQUATIONS = sorted(
-    {
-        x
-        for path in SOURCES
-        for x in re.findall(r":math:`([^`]+)`", path.read_text(encoding="utf-8"))
-    }
-)
+EQUATIONS = sorted({x for path in SOURCES for x in re.findall(r":math:`([^`]+)`", read(path))})
 
 
 @pytest.fixture
@@ -83,10 +77,10 @@ def test_pages_take_nothing_from_the_network(tmp_path):
     Sphinx(
         source, DOCS, pages, tmp_path / "trees", "html", status=None, warningiserror=True
     ).build()
-    page = (pages / "index.html").read_text(encoding="utf-8")
+    page = read(pages / "index.html")
     assert "<math " in page
     loaded = re.findall(r"<(?:script|link|img)[^>]*?(?:src|href)=\"([^\"]*)\"", page)
-    styles = [path.read_text(encoding="utf-8") for path in pages.rglob("*.css")]
+    styles = [read(path) for path in pages.rglob("*.css")]
     loaded += [
         url for style in styles for url in re.findall(r"(?:url\(|@import )[\"']?([^\"')]*)", style)
     ]
@@ -114,7 +108,7 @@ def test_pictures_of_denominators_show_what_is_in_them(monkeypatch):
 
 def test_the_reference_has_every_public_name():
     """Losses have pages of their own, from which their entries are made."""
-    pages = [path.read_text(encoding="utf-8") for path in DOCS.glob("api_*.rst")]
+    pages = [read(path) for path in DOCS.glob("api_*.rst")]
     words = set(re.findall(r"\w+", "\n".join(pages)))
     public = {*itrloss.__all__, *itrloss.rerank.__all__} - public_losses()
     public |= {name for name, x in vars(itrloss.terms).items() if isinstance(x, Term)}
@@ -126,7 +120,7 @@ def test_rows_of_the_table_of_losses_are_read(monkeypatch):
     pytest.importorskip("sphinx")
     monkeypatch.syspath_prepend(str(DOCS))
     for path in DOCS.glob("losses/*.rst"):
-        page = path.read_text(encoding="utf-8")
+        page = read(path)
         rows = importlib.import_module("listing").SUMMARY.findall(page)
         assert len(rows) == page.count(".. summary::"), path.name
 
@@ -135,7 +129,7 @@ def test_the_table_of_losses_in_markdown_is_that_of_the_pages(monkeypatch):
     pytest.importorskip("sphinx")
     monkeypatch.syspath_prepend(str(DOCS))
     table = importlib.import_module("listing").markdown()
-    assert (DOCS.parent / "LOSSES.md").read_text("utf-8") == table, "run python docs/listing.py"
+    assert read("LOSSES.md") == table, "run python docs/listing.py"
     assert ":" + "doc:" not in table and "``" not in table
 
 
@@ -143,7 +137,7 @@ def recipes(rank: int) -> dict[str, float]:
     """Run the snippets on distributed losses, also those that need a process group, which are not
     doctests.
     """
-    blocks = BLOCK.findall((DOCS / "multi_gpu.rst").read_text(encoding="utf-8"))
+    blocks = BLOCK.findall(read("docs/multi_gpu.rst"))
     names = {}
     for block in blocks:
         exec(textwrap.dedent(block), names)
@@ -153,7 +147,7 @@ def recipes(rank: int) -> dict[str, float]:
 
 def test_cyclic_terms_of_the_gallery_are_those_of_cyclip():
     """Theirs are of logits, divided by the scale again, and multiplied by the size of the batch."""
-    tree = ast.parse((DOCS / "gallery" / "cyclic.py").read_text(encoding="utf-8"))
+    tree = ast.parse(read("docs/gallery/cyclic.py"))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     names = {"F": torch.nn.functional}
     exec(compile(ast.Module(functions, []), "cyclic.py", "exec"), names)
@@ -240,7 +234,7 @@ def test_the_complete_training_loop_resumes_as_if_it_had_not_been_interrupted(tm
     ],
 )
 def test_the_version_is_named_alike(file, pattern):
-    text = (DOCS.parent / file).read_text(encoding="utf-8")
+    text = read(file)
     assert re.findall(pattern, text, re.M)[0] == itrloss.__version__
 
 
@@ -253,7 +247,7 @@ def records(monkeypatch):
 
 
 def test_figures_of_the_readme_are_those_of_its_records(records):
-    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    readme = read("README.md")
     found = list(re.finditer(r" <!-- (.+?) -->", readme))
     assert len(found) > 15
     for match in found:
@@ -293,7 +287,7 @@ def typed_by_hand(page):
 
 @pytest.mark.parametrize("name", PAGES_OF_RECORDS)
 def test_results_on_pages_are_read_from_records(name):
-    page = (DOCS / f"{name}.rst").read_text(encoding="utf-8")
+    page = read(f"docs/{name}.rst")
     assert not typed_by_hand(page)
 
 
@@ -339,7 +333,7 @@ def test_records_say_how_they_were_measured(records):
 
 def test_a_release_shows_records_of_its_own_engine(records):
     """Before the release, pages say of each older record that the engine has changed since."""
-    changes = (DOCS.parent / "CHANGELOG.md").read_text(encoding="utf-8")
+    changes = read("CHANGELOG.md")
     is_released = "not released" not in re.findall(r"^## .*", changes, re.M)[0]
     older = records.of_another_engine()
     assert not (is_released and older), f"measure anew: {', '.join(older)}"
@@ -374,4 +368,4 @@ def test_a_package_index_shows_the_readme_with_links_that_lead_somewhere(monkeyp
             path = link.removeprefix(repository).split("/main/")[1]
             assert (DOCS.parent / path).exists(), link
     assert "<!--" not in readme
-    assert readme.count("```") == (DOCS.parent / "README.md").read_text("utf-8").count("```")
+    assert readme.count("```") == read("README.md").count("```")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pages import DOCS
+from support.pages import read
 from support.versions import grad_or_zeros
 from torch import Tensor
 
@@ -29,7 +29,7 @@ TAU = 0.1
 
 def rows_of_page() -> dict[tuple[str, str], str]:
     """Our line of each project and line of theirs."""
-    text = (DOCS / "their_lines.rst").read_text(encoding="utf-8")
+    text = read("docs/their_lines.rst")
     table = text.split(".. list-table::")[1]
     rows = {}
     for block in re.split(r"^   \* - ", table, flags=re.M)[2:]:
@@ -548,7 +548,7 @@ def test_the_page_counts_the_projects_of_two_lines():
         most[name] = max(most.get(name, 0), changed_lines(line))
     two = [name for name, lines in most.items() if lines <= 2]
     assert len(two) >= 45
-    page = " ".join((DOCS / "their_lines.rst").read_text(encoding="utf-8").split())
+    page = " ".join(read("docs/their_lines.rst").split())
     assert f"Of these {len(most)} projects, {len(two)} take at most two lines" in page
 
 
