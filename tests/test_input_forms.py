@@ -371,7 +371,7 @@ def test_sizes_may_be_integers_of_any_type(name: str, kind):
 # --- strings and what does not exist --------------------------------------------------------------
 
 NO = itrloss.NO_ID
-LETTERS = {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5, "f": 6, NO: NO}
+LETTERS = {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5, "f": 6, "x": 9, NO: NO}
 OF_STRINGS = {
     "ids": {"image_ids": ["a", "b", NO, "d", "a", NO], "text_ids": ["a", NO, "c", "d", "e", "f"]},
     "sets": {
@@ -386,8 +386,8 @@ OF_STRINGS = {
     "negatives": {
         "image_ids": list("abcdef"),
         "text_ids": list("abcdef"),
-        "negatives": Y[:, None] + X[:, None],
-        "negative_ids": [["a"], [NO], ["c"], ["a"], [NO], ["b"]],
+        "negatives": torch.stack([X + Y, X - Y], 1),
+        "negative_ids": [["a", "x"], [NO, "c"], ["c", "x"], ["a", "d"], [NO, NO], ["b", "x"]],
     },
     "padding alone, of texts": {"image_ids": list("abcdef"), "text_ids": [NO] * 6},
     "padding alone, of groups": {

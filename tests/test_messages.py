@@ -337,6 +337,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         lambda: loss(I, T, negatives=OWN, negative_ids=[["a", "b"]] * 6),
         "^negative_ids: expected integers, as without",
     ),
+    (
+        lambda: loss(I, T, IDS, IDS, negatives=OWN, negative_ids=LARGE.repeat(2).reshape(6, 2)),
+        r"^negative_ids: expected ids below 2\*\*63, got larger ones",
+    ),
     *[
         (
             lambda ids=ids, own=own: loss(I, T, ids, ids, negatives=T, negative_ids=own),

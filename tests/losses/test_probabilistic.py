@@ -23,13 +23,6 @@ def distributions(n, m, d=6, dtype=torch.float64):
     return [*embeddings(n, m, d, dtype=dtype), *logs]
 
 
-def test_labels_above_one_are_refused():
-    labels = torch.eye(5).double()
-    labels[0, 0] = 1.5
-    with pytest.raises(ValueError, match="matches: expected labels from 0 to 1"):
-        PCMEPlusPlusLoss()(*distributions(5, 5), matches=labels)
-
-
 def test_a_copy_of_the_own_text_is_a_pseudo_positive():
     """Its distance may differ in rounding, as it comes from another product."""
     v, w, s, t = distributions(40, 40, d=33, dtype=torch.float32)

@@ -205,6 +205,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: pcme(V, W, LOGS[0], W.double()), "texts_log_variance: expected the dtype of texts"),
     (lambda: pcme(V, W, LOGS[0], W[:, 0]), r"texts_log_variance: expected shape \(B, D\)"),
     (lambda: pcme(V[:3], W, X, W), "image_ids, text_ids: needed for"),
+    (lambda: pcme(V, W, *LOGS, matches=1.5 * EYE), "matches: expected labels from 0 to 1"),
     # memories
     (lambda: with_memory(memory=V), "memory: expected a CoupledMemory"),
     (lambda: with_memory(V, V, V[:2], V), "image_keys.* like images"),
