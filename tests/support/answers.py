@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -146,6 +148,12 @@ def assert_equal(found, wanted, about="", tolerance=1e-9):
     torch.testing.assert_close(
         found, wanted, rtol=tolerance, atol=tolerance, msg=lambda text: f"{about}: {text}"
     )
+
+
+def assert_finite(value: Tensor, leaves: Sequence[Tensor]) -> None:
+    """Check a value, and its gradients."""
+    for x in (value, *torch.autograd.grad(value, leaves)):
+        assert x.isfinite().all()
 
 
 def assert_same_step(
