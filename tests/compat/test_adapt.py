@@ -13,7 +13,7 @@ from support.answers import assert_same_step
 from support.cases import sample
 from support.losses_registry import select
 from support.processes import run
-from support.vse_trainers import CODE_BASES, B, D, Trainer, smooth_chamfer, xattn_score
+from support.vse_trainers import CODE_BASES, B, D, Trainer, hinge_sum, smooth_chamfer, xattn_score
 
 import itrloss
 from itrloss import compat
@@ -306,14 +306,10 @@ def test_hrem_takes_scores_with_ids_that_mask(ids):
     """This is the call of LAPS."""
     scores = unit(6, 6)
     sets = (torch.randn(6, 3, 4), torch.randn(6, 5, 4))
-    thresholds = 0.2 - scores.diagonal()
-    of_rows = (thresholds[:, None] + scores).relu()
-    of_columns = (thresholds + scores).relu()
     numbers = torch.tensor(NUMBERS)
-    is_negative = numbers[:, None] != numbers
-    hinges = (of_rows + of_columns) * is_negative
+    wanted = hinge_sum(scores, 0.2, False, numbers[:, None] == numbers)
     criterion = compat.HREMLoss(opt=Namespace(mask_repeat=1, margin=0.2))
-    torch.testing.assert_close(criterion(*sets, ids, scores), hinges.sum())
+    torch.testing.assert_close(criterion(*sets, ids, scores), wanted)
     adapted = adapt(NCE, "hrem")
     wanted = NCE(scores=scores, image_ids=ids, text_ids=ids)
     torch.testing.assert_close(adapted(*sets, ids, scores), wanted)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from support.answers import assert_finite, assert_same_step
 from support.cases import sample
 from support.oracle_embedders import late_scores
+from support.vse_trainers import hinge_sum
 from torch import Tensor
 
 import itrloss
@@ -43,20 +44,6 @@ def pairs(n: int) -> tuple[Tensor, Tensor]:
 
 
 # ------------------------------------------------------------------------ reference implementations
-
-
-def hinge_sum(scores: Tensor, margin: float, hardest: bool, masked: Tensor | None = None) -> Tensor:
-    """Sum of the hinges of each diagonal entry with its row and its column, without masked
-    pairs.
-    """
-    if masked is None:
-        masked = torch.eye(len(scores), dtype=torch.bool)
-    own = scores.diagonal()
-    of_rows = (margin + scores - own[:, None]).relu().masked_fill(masked, 0)
-    of_columns = (margin + scores - own).relu().masked_fill(masked, 0)
-    if hardest:
-        return of_rows.amax(1).sum() + of_columns.amax(0).sum()
-    return of_rows.sum() + of_columns.sum()
 
 
 def order_scores(im: Tensor, s: Tensor) -> Tensor:

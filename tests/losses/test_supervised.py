@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.answers import assert_finite
-from support.cases import embeddings, of_engines, upstream
+from support.cases import embeddings, of_engines, sample, upstream
+from support.draws import Batch
 from support.losses_registry import REGISTRY
+from support.oracle_supervised import mil_nce
 from support.versions import FlopCounterMode
 from torch import Tensor
 
@@ -147,13 +149,9 @@ def test_work_is_that_of_the_page(name, kept, recomputed):
 @pytest.mark.parametrize("listable", [True, False])
 def test_joint_denominators_of_a_matrix_are_exact_for_scores_of_any_size(listable, monkeypatch):
     monkeypatch.setattr(Relation, "listable", listable)
-    scores = 2000 * torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).double()
-    matches = torch.eye(6, dtype=torch.bool) | torch.eye(6, dtype=torch.bool).roll(1, 1)
-    of_negatives = scores.masked_fill(matches, -torch.inf)
-    own, of_texts = of_negatives.logsumexp(1), of_negatives.logsumexp(0)
-    of_partners = of_texts.expand(6, 6).masked_fill(~matches, -torch.inf).logsumexp(1)
-    positives = scores.masked_fill(~matches, -torch.inf).logsumexp(1)
-    all_of_them = torch.stack([positives, own, of_partners]).logsumexp(0)
+    scores = 2000 * sample(6, 6, dtype=torch.float64)
+    batch = Batch("matches", 6, 6, matches=torch.eye(6) + torch.eye(6).roll(1, 1))
     loss = itrloss.MILNCELoss(1.0, normalize=False, joint="once", reduction="none")
-    found = loss(scores=scores, matches=matches)
-    torch.testing.assert_close(found, all_of_them - positives)
+    found = loss(scores=scores, matches=batch.matches > 0)
+    wanted = mil_nce(scores, *batch.items(), 1.0, "once", "none")
+    torch.testing.assert_close(found, torch.from_numpy(wanted))

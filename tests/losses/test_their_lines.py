@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from support.pages import read
 from support.versions import grad_or_zeros
+from support.vse_trainers import hinge_sum
 from torch import Tensor
 
 import itrloss
@@ -279,15 +280,6 @@ def siglip(x: SimpleNamespace) -> Tensor:
     return -F.logsigmoid(signs * (10 * cos(x.q, x.d) - 5)).sum() / N
 
 
-def hinges(scores: Tensor, hardest: bool) -> Tensor:
-    total = scores.new_zeros(())
-    for matrix in (scores, scores.T):
-        excess = (0.2 + matrix - matrix.diagonal()[:, None]).clamp_min(0)
-        excess = excess.masked_fill(torch.eye(N).bool(), 0.0)
-        total = total + (excess.amax(1) if hardest else excess).sum()
-    return total
-
-
 def sdm(scores: Tensor, ids: Tensor, epsilon: float) -> Tensor:
     labels = (alike(ids, ids) + epsilon).log()
     total = scores.new_zeros(())
@@ -395,7 +387,7 @@ def inner_products(x: SimpleNamespace) -> Tensor:
 
 
 def scan(x: SimpleNamespace) -> Tensor:
-    return hinges(x.S, hardest=True)
+    return hinge_sum(x.S, 0.2, True)
 
 
 def of_views(x: SimpleNamespace) -> Tensor:
@@ -449,10 +441,10 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("FlagEmbedding", "_compute_in_batch_neg_loss"): with_negatives,
     ("frozen-in-time", "NormSoftmaxLoss"): lambda x: both(x.S / TAU),
     ("frozen-in-time", "MaxMarginRankingLoss"): lambda x: (
-        hinges(x.S, hardest=False) / (2 * N * (N - 1))
+        hinge_sum(x.S, 0.2, False) / (2 * N * (N - 1))
     ),
     ("GradCache", "SimpleContrastiveLoss"): lambda x: diagonal(inner_products(x)),
-    ("hybrid_space", "TripletLoss"): lambda x: hinges(cos(x.q, x.d), hardest=True),
+    ("hybrid_space", "TripletLoss"): lambda x: hinge_sum(cos(x.q, x.d), 0.2, True),
     ("IMRAM", "ContrastiveLoss(opt=opt, …)"): scan,
     ("IRRA", "compute_sdm"): lambda x: sdm(logits(x), x.ids, 1e-8),
     ("IRRA", "compute_itc"): clip,
@@ -510,7 +502,7 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ).mean(),
     ("VLM2Vec", "SimpleContrastiveLoss"): with_negatives,
     ("VLM2Vec", "InExampleContrastiveLoss"): own_negatives,
-    ("VSRN", "ContrastiveLoss"): lambda x: hinges(x.q @ x.d.T, hardest=True),
+    ("VSRN", "ContrastiveLoss"): lambda x: hinge_sum(x.q @ x.d.T, 0.2, True),
     ("X-Pool", "CLIPLoss"): of_logits,
     ("X-VLM", "get_contrastive_loss"): clip,
     ("X-VLM", "get_contrastive_loss with idx"): lambda x: smoothed_by_ids(logits(x), x.ids, 0.0),

@@ -29,6 +29,20 @@ def smooth_chamfer(img_embs: Tensor, txt_embs: Tensor) -> Tensor:
     return z.sum(3).log().sum(1) / (2 * K * 4) + z.sum(1).log().sum(2) / (2 * K * 4)
 
 
+def hinge_sum(scores: Tensor, margin: float, hardest: bool, masked: Tensor | None = None) -> Tensor:
+    """Sum of the hinges of each diagonal entry with its row and its column, without masked
+    pairs.
+    """
+    if masked is None:
+        masked = torch.eye(len(scores), dtype=torch.bool)
+    own = scores.diagonal()
+    of_rows = (margin + scores - own[:, None]).relu().masked_fill(masked, 0)
+    of_columns = (margin + scores - own).relu().masked_fill(masked, 0)
+    if hardest:
+        return of_rows.amax(1).sum() + of_columns.amax(0).sum()
+    return of_rows.sum() + of_columns.sum()
+
+
 class Trainer:
     """Two encoders, and a criterion; HAL has a bank, and USER queues."""
 
