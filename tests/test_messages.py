@@ -38,6 +38,7 @@ nan_sim: Any = itrloss.Similarity(I * torch.nan, T)
 
 
 filtered: Any = itrloss.InfoNCELoss(margin=0.1)
+checked: Any = itrloss.InfoNCELoss(check_finite=True)
 taught: Any = itrloss.DistillationLoss()
 uto: Any = itrloss.UnifiedTrainingObjective()
 mined: Any = itrloss.mine_hard_negatives
@@ -98,20 +99,20 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         "negatives: expected directions='both' or 'image-text'.* pass these as images",
     ),
     (
-        lambda: it.InfoNCELoss(margin=0.1)(I, T, guide=(I[:4], T)),
+        lambda: filtered(I, T, guide=(I[:4], T)),
         r"^guide\[0\]: expected as many rows as there are images, 6, got shape \(4, 8\)$",
     ),
     (
-        lambda: it.InfoNCELoss(margin=0.1)(scores=S, guide=(I, T[:4])),
+        lambda: filtered(scores=S, guide=(I, T[:4])),
         r"^guide\[1\]: expected as many rows as there are texts, 6, got shape \(4, 8\)$",
     ),
     (
-        lambda: it.DistillationLoss()(I, T, (I, T[:3])),
+        lambda: taught(I, T, (I, T[:3])),
         r"^teacher\[1\]: expected as many rows as there are texts, 6, got shape \(3, 8\)$",
     ),
-    (lambda: it.DistillationLoss()(I, T), "teacher: expected .* scores or embeddings"),
+    (lambda: taught(I, T), "teacher: expected .* scores or embeddings"),
     (
-        lambda: it.DistillationLoss()(I, T, (I, T, T)),
+        lambda: taught(I, T, (I, T, T)),
         r"teacher: expected embeddings \(images, texts\), got 3 tensors",
     ),
     (
@@ -162,11 +163,11 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: loss(sim, None, IDS, IDS), "^image_ids: "),
     (lambda: loss(sim, T), "^texts: "),
     (lambda: loss(scores=S.int()), "^scores: .*torch.int32"),
-    (lambda: it.InfoNCELoss(check_finite=True)(nan_sim), "^rows: expected finite"),
-    (lambda: it.InfoNCELoss(check_finite=True)(scores=S / 0), "^scores: expected finite"),
+    (lambda: checked(nan_sim), "^rows: expected finite"),
+    (lambda: checked(scores=S / 0), "^scores: expected finite"),
     (lambda: sim.towards("i2i"), "^directions: expected 'both', .* got 'i2i'"),
     (
-        lambda: it.InfoNCELoss(check_finite=True)(torch.where(I.max() > I, I, torch.inf), T),
+        lambda: checked(torch.where(I.max() > I, I, torch.inf), T),
         "^images: expected finite values, got nan or infinity: 1 of 48, the first in row .*column",
     ),
     (lambda: loss(I, T, S), r"^image_ids: .*got torch.float32 \(6, 6\); embeddings go in as"),
@@ -261,12 +262,12 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: it.Similarity(S), r"^cols: .*Similarity.from_scores\(scores\)"),
     (lambda: it.Similarity(I, T, memory_budget="1GB"), "^memory_budget: .*bytes.*'1GB'"),
     (lambda: it.Similarity.from_scores(I, T), "^row_ids: .*embeddings go in as itrloss.Simil"),
-    (lambda: it.Similarity(I, T).topk(10), "^k: expected a number from 1 to 6, got 10"),
+    (lambda: sim.topk(10), "^k: expected a number from 1 to 6, got 10"),
     (lambda: sim.entropy(0), "^temperature: expected .*above 0, got 0"),
     (lambda: sim.sum_of_positives("square"), "^term: expected a function of scores, got 'square'"),
     (lambda: it.pair_term(3), "^function: expected a function of scores, got 3"),
-    (lambda: it.Similarity(I, T).sum(lambda s: 3.0), "^term: .* to return a tensor, got float"),
-    (lambda: functional.info_nce_loss(it.Similarity(I, T), 0), "^temperature: .*above 0, got 0"),
+    (lambda: sim.sum(lambda s: 3.0), "^term: .* to return a tensor, got float"),
+    (lambda: functional.info_nce_loss(sim, 0), "^temperature: .*above 0, got 0"),
     (lambda: it.describe(S), r"^sim: expected an itrloss.Similarity\(images, texts\), got Tensor"),
     # memories, clusters, negatives, chunks
     (lambda: it.CoupledMemory(16, 8, dtype="half"), "^dtype: expected a floating-point type"),
