@@ -140,21 +140,16 @@ def by_onednn(monkeypatch):
 @pytest.fixture
 def poisoned(monkeypatch):
     """``torch.empty`` filled with nan, so that tests detect entries that are never written."""
-    for name in ("empty", "empty_like"):
-        make = getattr(torch, name)
 
-        def nan_filled(*args, _make=make, **kwargs):
-            x = _make(*args, **kwargs)
+    def nan_filled(make):
+        def made(*args, **kwargs):
+            x = make(*args, **kwargs)
             return x.fill_(float("nan")) if x.is_floating_point() else x
 
-        monkeypatch.setattr(torch, name, nan_filled)
-    new_empty = torch.Tensor.new_empty
+        return made
 
-    def new_nan_filled(self, *args, **kwargs):
-        x = new_empty(self, *args, **kwargs)
-        return x.fill_(float("nan")) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_nan_filled)
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, nan_filled(getattr(owner, name)))
 
 
 @pytest.fixture
