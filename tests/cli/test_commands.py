@@ -175,6 +175,18 @@ def test_ids_of_texts_alone_are_numbers_of_images(saved, capsys):
     )
 
 
+def test_messages_on_held_out_pairs_name_their_own_options(saved, capsys):
+    np.save("uneven.npy", np.load("sims.npy")[:, :-1] / 2)
+    Path("names.txt").write_text("".join(f"a{i}.jpg\n" for i in range(N)))
+    np.savetxt("numbers.txt", np.arange(N * C) // C, "%d")
+    command = ("rerank", "sims.npy", "--methods", "csls", "--samples", 9, "--val")
+    found = refused(capsys, *command, "uneven.npy")
+    assert "--val: --val-image-ids, --val-text-ids: needed for" in found
+    ids = ("--val-image-ids", "names.txt", "--val-text-ids", "numbers.txt")
+    found = refused(capsys, *command, "hubs.npy", *ids)
+    assert "--val: --val-text-ids: expected strings with strings in --val-image-ids" in found
+
+
 def test_every_result_says_what_it_was_computed_with(saved):
     results = ["--metrics", "m.csv", "--queries", "q.csv", "--latex", "t.tex", "--report", "r.html"]
     assert run("rerank", "sims.npy", "--methods", "csls", "--samples", 9, *results) == 0

@@ -140,7 +140,8 @@ def _say(message: object) -> None:
 
 def _in_words_of_options(message: object) -> str:
     """Return a message of the library with options in place of arguments."""
-    words = _IDS.sub(r"--\1-ids", str(message)).replace("validation:", "--val:")
+    held_out = "val-" if str(message).startswith("--val:") else ""
+    words = _IDS.sub(rf"--{held_out}\1-ids", str(message)).replace("validation:", "--val:")
     return words.replace("the transpose, scores.T", "--transpose")
 
 
@@ -388,7 +389,7 @@ def _naming(name: str) -> Iterator[None]:
     """Return a context whose errors name an option or a file."""
     try:
         yield
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         if name in str(error):
             raise
         raise ValueError(f"{name}: {error}") from None
