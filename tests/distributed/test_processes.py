@@ -61,9 +61,9 @@ TIMEOUT = 7.0  # seconds
 
 
 def enqueued(v: Tensor, w: Tensor) -> Tensor:
-    memory = itrloss.CoupledMemory(9, D)
-    memory.enqueue(v, w)
-    return memory.images
+    empty = memory()
+    empty.enqueue(v, w)
+    return empty.images
 
 
 def clustered(v: Tensor, w: Tensor) -> Tensor:
@@ -73,10 +73,7 @@ def clustered(v: Tensor, w: Tensor) -> Tensor:
 
 
 def against_memory(v: Tensor, w: Tensor) -> Tensor:
-    keys = v.detach(), w.detach()
-    return itrloss.MemoryDiversityContrastiveLoss(gather=True)(
-        v, w, *keys, itrloss.CoupledMemory(9, D)
-    )
+    return mdcl(v, w, v.detach(), w.detach(), memory())
 
 
 WORK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -181,8 +178,8 @@ def frozen(parameter: str, loss: Any, odd: bool) -> Any:
     return loss
 
 
-def memory(size: int = 9, **options: Any) -> itrloss.CoupledMemory:
-    return itrloss.CoupledMemory(size, D, **options)
+def memory(size: int = 9, dim: int = D) -> itrloss.CoupledMemory:
+    return itrloss.CoupledMemory(size, dim)
 
 
 def without_gradient(call: Callable[[], Any], odd: bool) -> Any:
@@ -190,18 +187,18 @@ def without_gradient(call: Callable[[], Any], odd: bool) -> Any:
         return call()
 
 
-def coder(objective: itrloss.CODERObjective) -> Any:
-    return objective(*pairs(), *pairs(), memory(), *pairs())
+def coder(loss: itrloss.CODERObjective) -> Any:
+    return loss(*pairs(), *pairs(), memory(), *pairs())
 
 
 def coder_with_prototypes(odd: bool) -> itrloss.CODERObjective:
     """An objective that has loaded prototypes in the odd process alone."""
-    objective = itrloss.CODERObjective(D, 4, gather=True).eval()
+    loaded = objective().eval()
     if odd:
-        trained = itrloss.CODERObjective(D, 4)
+        trained = objective(gather=False)
         trained.prototypes.fit(pairs()[0].detach())
-        objective.prototypes.load_state_dict(trained.prototypes.state_dict())
-    return objective
+        loaded.prototypes.load_state_dict(trained.prototypes.state_dict())
+    return loaded
 
 
 def with_value(name: str, value: float, loss: Any) -> Any:
@@ -254,10 +251,16 @@ ids = torch.arange(4)
 words = list("abcd")
 labels = torch.stack([ids, ids + 100], 1)
 pair = itrloss.InfoNCELoss
-filtered: Any = itrloss.InfoNCELoss(gather=True, margin=0.1)
+shared: Any = pair(gather=True)
+filtered: Any = pair(gather=True, margin=0.1)
 uto: Any = itrloss.UnifiedTrainingObjective(gather=True)
-mdcl = itrloss.MemoryDiversityContrastiveLoss
-classifier = itrloss.PrototypeClassificationLoss
+mdcl = itrloss.MemoryDiversityContrastiveLoss(gather=True)
+classifier = partial(itrloss.PrototypeClassificationLoss, D, 4, gather=True)
+objective = partial(itrloss.CODERObjective, D, 4, gather=True)
+
+
+def together(*ids: Any, **options: Any) -> Tensor:
+    return shared(*pairs(), *ids, **options)
 
 
 def masked(x: Tensor) -> Any:
@@ -293,42 +296,42 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "HubnessAwareLoss",
     ),
     "another function": (
-        lambda odd: memory().enqueue(*pairs()) if odd else pair(gather=True)(*pairs()),
+        lambda odd: memory().enqueue(*pairs()) if odd else together(),
         "InfoNCELoss",
         "memory (9, 6)",
     ),
     "half type": (
-        lambda odd: pair(gather=True)(*pairs(dtype=half[odd])),
+        lambda odd: shared(*pairs(dtype=half[odd])),
         "bfloat16 (B, 6)",
         " float16 (B, 6)",
     ),
     "as many numbers": (
-        lambda odd: pair(gather=True)(*(sample(4 + 2 * odd, 6 - 2 * odd) for _ in range(2))),
+        lambda odd: shared(*(sample(4 + 2 * odd, 6 - 2 * odd) for _ in range(2))),
         "(B, 6)",
         "(B, 4)",
     ),
     "ids": (
-        lambda odd: pair(gather=True)(*pairs(), *[ids] * 2 * odd),
+        lambda odd: together(*[ids] * 2 * odd),
         "ids [False, False]",
         "ids [True, True]",
     ),
     "image ids": (
-        lambda odd: pair(gather=True)(*pairs(), None if odd else ids, ids),
+        lambda odd: together(None if odd else ids, ids),
         "ids [True, True]",
         "ids [False, True]",
     ),
     "scores": (
-        lambda odd: pair(gather=True)(scores=sample(4, 12)) if odd else pair(gather=True)(*pairs()),
+        lambda odd: shared(scores=sample(4, 12)) if odd else together(),
         "float32 (B, 6), float32 (B, 6)",
         "scores float32",
     ),
     "gradient": (
-        lambda odd: pair(gather=True)(pairs()[0], pairs(trained=not odd)[1]),
+        lambda odd: shared(pairs()[0], pairs(trained=not odd)[1]),
         "gradients [True, True]",
         "gradients [True, False]",
     ),
     "no gradient": (
-        lambda odd: without_gradient(lambda: pair(gather=True)(*pairs()), odd),
+        lambda odd: without_gradient(together, odd),
         "gradients [True, True]",
         "gradients [False, False]",
     ),
@@ -355,17 +358,17 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "telemetry True",
     ),
     "size of the memory": (
-        lambda odd: mdcl(gather=True)(*pairs(), *pairs(), memory(9 + odd)),
+        lambda odd: mdcl(*pairs(), *pairs(), memory(9 + odd)),
         "memory (9, 6)",
         "memory (10, 6)",
     ),
     "keys": (
-        lambda odd: mdcl(gather=True)(*pairs(), *pairs(dtype=half[odd]), memory()),
+        lambda odd: mdcl(*pairs(), *pairs(dtype=half[odd]), memory()),
         "keys float32 bfloat16 bfloat16",
         "keys float32 float16 float16",
     ),
     "ids next to a memory": (
-        lambda odd: mdcl(gather=True)(*pairs(), *pairs(), memory(), *[ids] * 2 * odd),
+        lambda odd: mdcl(*pairs(), *pairs(), memory(), *[ids] * 2 * odd),
         "ids [False, False]",
         "ids [True, True]",
     ),
@@ -386,16 +389,12 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "momentum=0.2",
     ),
     "negatives": (
-        lambda odd: itrloss.InfoNCELoss(gather=True)(
-            *pairs(), negatives=sample(3, D) if odd else None
-        ),
+        lambda odd: together(negatives=sample(3, D) if odd else None),
         "without negatives",
         "negatives of 2 dimensions",
     ),
     "guide": (
-        lambda odd: itrloss.InfoNCELoss(margin=0.1, gather=True)(
-            *pairs(), guide=None if odd else pairs()
-        ),
+        lambda odd: filtered(*pairs(), guide=None if odd else pairs()),
         "guide True",
         "guide False",
     ),
@@ -405,22 +404,22 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "in evaluation mode",
     ),
     "mode of an objective": (
-        lambda odd: coder(itrloss.CODERObjective(D, 4, gather=True).train(not odd)),
+        lambda odd: coder(objective().train(not odd)),
         "training True",
         "training False",
     ),
     "weight in an objective": (
-        lambda odd: coder(itrloss.CODERObjective(D, 4, batch_weight=2 + odd, gather=True)),
+        lambda odd: coder(objective(batch_weight=2 + odd)),
         "batch_weight=2",
         "batch_weight=3",
     ),
     "inner option": (
-        lambda odd: coder(itrloss.CODERObjective(D, 4, margin=0.4 if odd else 0.2, gather=True)),
+        lambda odd: coder(objective(margin=0.4 if odd else 0.2)),
         "'margin': 0.2",
         "'margin': 0.4",
     ),
     "prefixes": (
-        lambda odd: itrloss.Matryoshka(pair(gather=True), (2, 4 + odd))(*pairs()),
+        lambda odd: itrloss.Matryoshka(shared, (2, 4 + odd))(*pairs()),
         "dims=[2, 4]",
         "dims=[2, 5]",
     ),
@@ -430,7 +429,7 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "4 heads",
     ),
     "type of concepts": (
-        lambda odd: classifier(D, 4, gather=True)(*pairs(dtype=floats[odd]), ids),
+        lambda odd: classifier()(*pairs(dtype=floats[odd]), ids),
         "float32",
         "float64",
     ),
@@ -452,7 +451,7 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "parameters trained ['scale']",
     ),
     "numbers of a classifier": (
-        lambda odd: seeded(odd, lambda: classifier(D, 4, gather=True))(*pairs(), ids),
+        lambda odd: seeded(odd, classifier)(*pairs(), ids),
         "digests of parameters ['weight ",
         "digests of parameters ['weight ",
     ),
@@ -511,7 +510,7 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "logit_bias Tensor -10",
     ),
     "words as ids": (
-        lambda odd: pair(gather=True)(*pairs(), *[words if odd else ids] * 2),
+        lambda odd: together(*[words if odd else ids] * 2),
         "of strings [False, False, False, False]",
         "of strings [True, True, False, False]",
     ),
@@ -521,7 +520,7 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "ids of strings True",
     ),
     "autocast": (
-        lambda odd: under_autocast(odd, lambda: pair(gather=True)(*pairs())),
+        lambda odd: under_autocast(odd, together),
         "autocast None",
         "autocast torch.bfloat16",
     ),
@@ -548,22 +547,22 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "strings as ids",
     ),
     "groups": (
-        lambda odd: pair(gather=True)(*pairs(), image_groups=None if odd else ids),
+        lambda odd: together(image_groups=None if odd else ids),
         "groups True",
         "groups False",
     ),
     "words as groups": (
-        lambda odd: pair(gather=True)(*pairs(), image_groups=words if odd else ids),
+        lambda odd: together(image_groups=words if odd else ids),
         "of strings",
         "of strings",
     ),
     "number of labels": (
-        lambda odd: pair(gather=True)(*pairs(), *[torch.arange(8 + 4 * odd).view(4, -1)] * 2),
+        lambda odd: together(*[torch.arange(8 + 4 * odd).view(4, -1)] * 2),
         "numbers of labels",
         "numbers of labels",
     ),
     "type of matches": (
-        lambda odd: pair(gather=True)(*pairs(), matches=torch.ones(4, 12, dtype=floats[odd])),
+        lambda odd: together(matches=torch.ones(4, 12, dtype=floats[odd])),
         "matches torch.float32",
         "matches torch.float64",
     ),
@@ -575,7 +574,7 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "rule other",
     ),
     "weights of prefixes": (
-        lambda odd: itrloss.Matryoshka(pair(gather=True), (2, 4), (1.0, 1.0 + odd))(*pairs()),
+        lambda odd: itrloss.Matryoshka(shared, (2, 4), (1.0, 1.0 + odd))(*pairs()),
         "weights=[1.0, 1.0]",
         "weights=[1.0, 2.0]",
     ),
@@ -594,11 +593,11 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
 # What the odd process refuses, and how its error begins.
 REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
     "vector": (
-        lambda odd: pair(gather=True)(sample(4) if odd else sample(4, D), sample(4, D)),
+        lambda odd: shared(sample(4) if odd else sample(4, D), sample(4, D)),
         "ValueError: images:",
     ),
     "more texts": (
-        lambda odd: pair(gather=True)(sample(4, D), sample(4 + odd, D)),
+        lambda odd: shared(sample(4, D), sample(4 + odd, D)),
         "ValueError: image_ids, text_ids:",
     ),
     "ids of few, of prototypes alone": (
@@ -608,19 +607,15 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         "ValueError: text_ids:",
     ),
     "ids of few": (
-        lambda odd: pair(gather=True)(*pairs(), ids, ids[: 4 - odd]),
+        lambda odd: together(ids, ids[: 4 - odd]),
         "ValueError: text_ids:",
     ),
     "guide": (
-        lambda odd: itrloss.InfoNCELoss(margin=0.1, gather=True)(
-            *pairs(), guide=sample(4) if odd else pairs()
-        ),
+        lambda odd: filtered(*pairs(), guide=sample(4) if odd else pairs()),
         "ValueError: guide: expected shape (N, M)",
     ),
     "rows of the guide": (
-        lambda odd: itrloss.InfoNCELoss(margin=0.1, gather=True)(
-            *pairs(), guide=(sample(4, D), sample(4 + odd, D))
-        ),
+        lambda odd: filtered(*pairs(), guide=(sample(4, D), sample(4 + odd, D))),
         "ValueError: guide[1]: expected as many rows as there are texts, 4, got shape (5,",
     ),
     "teacher": (
@@ -628,23 +623,21 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         "TypeError: teacher: expected (N, M) scores",
     ),
     "negatives of each": (
-        lambda odd: pair(gather=True)(*pairs(), negatives=sample(4 + odd, 2, D)),
+        lambda odd: together(negatives=sample(4 + odd, 2, D)),
         "ValueError: negatives: expected shape (K, D) or (4, K,",
     ),
     "ids of negatives": (
-        lambda odd: pair(gather=True)(
-            *pairs(), negatives=sample(3, D), negative_ids=torch.arange(3 + odd)
-        ),
+        lambda odd: shared(*pairs(), negatives=sample(3, D), negative_ids=torch.arange(3 + odd)),
         "ValueError: negative_ids: expected shape (3,), got (4,)",
     ),
     "words as ids of negatives": (
-        lambda odd: pair(gather=True)(
+        lambda odd: shared(
             *pairs(), negatives=sample(3, D), negative_ids=words[:3] if odd else [0, 1, 2]
         ),
         "TypeError: negative_ids: expected integers",
     ),
     "negatives of the guide": (
-        lambda odd: itrloss.InfoNCELoss(margin=0.1, gather=True)(
+        lambda odd: filtered(
             *pairs(), negatives=sample(4, 2, D), guide=(*pairs(), sample(4, 2 + odd, D))
         ),
         "ValueError: guide[2]: expected shape (4, 2, 6), as of negatives, got (4, 3, 6)",
@@ -656,7 +649,7 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         "ValueError: guide[0]: expected finite values",
     ),
     "no texts": (
-        lambda odd: pair(gather=True)(sample(4, D), None if odd else sample(4, D)),
+        lambda odd: shared(sample(4, D), None if odd else sample(4, D)),
         "TypeError: texts: expected embeddings",
     ),
     "nan": (
@@ -664,11 +657,11 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         "ValueError: images: expected finite values",
     ),
     "no memory": (
-        lambda odd: mdcl(gather=True)(*pairs(), *pairs(), None if odd else memory()),
+        lambda odd: mdcl(*pairs(), *pairs(), None if odd else memory()),
         "TypeError: memory:",
     ),
     "shape of keys": (
-        lambda odd: mdcl(gather=True)(*pairs(), *(sample(4 + odd, D) for _ in range(2)), memory()),
+        lambda odd: mdcl(*pairs(), *(sample(4 + odd, D) for _ in range(2)), memory()),
         "ValueError: image_keys:",
     ),
     "enqueued shape": (
@@ -694,11 +687,11 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         "ValueError: texts_log_variance:",
     ),
     "prototypes": (
-        lambda odd: classifier(D, 4, gather=True)(*pairs(), torch.arange(4 + odd)),
+        lambda odd: classifier()(*pairs(), torch.arange(4 + odd)),
         "ValueError: prototype_ids:",
     ),
     "no concepts": (
-        lambda odd: itrloss.CODERObjective(D, 4, gather=True)(
+        lambda odd: objective()(
             *pairs(), *pairs(), memory(), sample(4, D), None if odd else sample(4, D)
         ),
         "TypeError: text_concepts:",
@@ -710,17 +703,15 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         "TypeError: image_keys: expected a floating-point tensor",
     ),
     "prefixes of a memory": (
-        lambda odd: itrloss.Matryoshka(uto, (3, D))(
-            *pairs(), *pairs(), itrloss.CoupledMemory(4, D - odd)
-        ),
+        lambda odd: itrloss.Matryoshka(uto, (3, D))(*pairs(), *pairs(), memory(4, D - odd)),
         "ValueError: memory: expected one of dimension 6",
     ),
     "short texts": (
-        lambda odd: itrloss.Matryoshka(pair(gather=True), (2, D))(sample(4, D), sample(4, D - odd)),
+        lambda odd: itrloss.Matryoshka(shared, (2, D))(sample(4, D), sample(4, D - odd)),
         "ValueError: texts: expected embeddings of at least 6 dimensions",
     ),
     "masked ids": (
-        lambda odd: pair(gather=True)(*pairs(), np.ma.array(ids, mask=ids < odd), ids),
+        lambda odd: together(np.ma.array(ids, mask=ids < odd), ids),
         "TypeError: image_ids: expected an integer tensor",
     ),
     "masked guide": (
@@ -749,7 +740,7 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
     ),
     "alpha of sets": (lambda odd: of_sets(alpha=1.0 - odd), "ValueError: alpha: expected a number"),
     "metric without batches": (
-        lambda odd: metric_without_batches(odd),
+        metric_without_batches,
         "ValueError: RetrievalMetrics: expected a call of update() first, got none",
     ),
 }
@@ -757,11 +748,11 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
 # What all say.
 ALIKE: dict[str, tuple[Callable[[bool], Any], str]] = {
     "columns of scores": (
-        lambda odd: pair(gather=True)(scores=sample(4, 12 - odd)),
+        lambda odd: shared(scores=sample(4, 12 - odd)),
         "ValueError: scores: expected 12 columns",
     ),
     "columns of matches": (
-        lambda odd: pair(gather=True)(*pairs(), matches=torch.eye(4)),
+        lambda odd: together(matches=torch.eye(4)),
         "ValueError: matches: expected 12 columns",
     ),
     "no sets": (
@@ -782,7 +773,7 @@ def disagreeing(rank: int) -> dict[str, tuple[str, float]]:
             call(rank == ODD)
         except (TypeError, ValueError) as error:
             said = f"{type(error).__name__}: {error}"
-        found[name] = said, pair(gather=True)(*pairs(rank)).item()
+        found[name] = said, shared(*pairs(rank)).item()
     return found
 
 
