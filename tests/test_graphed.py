@@ -96,6 +96,15 @@ def agrees(graphed: Graphed, *args: Any, factor: float = 1.0, **kwargs: Any) -> 
     return are_equal([*found, *after], [*expected, *leaves])
 
 
+def assert_close(
+    call: Any, criterion: Any, args: Sequence[Any], leaves: Any = None, **tolerance: float
+) -> None:
+    """Compare values and gradients, which may differ by rounding."""
+    leaves = leaves or args
+    found, expected = (outcome(each(*args), leaves)[2:] for each in (call, criterion))
+    torch.testing.assert_close(found, expected, **tolerance)
+
+
 def recorded(graphed: Graphed) -> int:
     """The number of recorded steps."""
     return int(graphed.extra_repr().rpartition("=")[2])
@@ -420,17 +429,14 @@ def test_losses_of_pairs_and_memories_replay_on_a_device(name, kind, device, acc
     memory = filled().to(device)
     for seed in range(4):
         leaves = [x.detach().to(device).requires_grad_() for x in batch(seed=seed)]
-        arguments = [*leaves]
         ids = IDS.to(device)
+        arguments = [*leaves, ids, ids.roll(seed)]
         if entry.takes == "memory":
             keys = [x.to(device) for x in fixed(seed + 20)]
-            arguments += [*keys, memory]
-        arguments += [ids, ids.roll(seed)]
+            arguments[2:2] = [*keys, memory]
         trained = [*leaves, *graphed.criterion.parameters()]
-        _, _, *expected = outcome(graphed.criterion(*arguments), trained)
-        _, _, *found = outcome(graphed(*arguments), trained)
         # the criterion lists positives on a GPU
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert_close(graphed, graphed.criterion, arguments, trained, rtol=1e-4, atol=1e-5)
         if entry.takes == "memory":
             memory.enqueue(*keys, ids + N * seed)
     assert recorded(graphed) == 1
@@ -511,8 +517,7 @@ def test_strided_embeddings_and_one_tensor_as_both_sides_differ_by_rounding(acce
     plain = batch()
     strided = [torch.stack([x.detach()] * 2, 2)[..., 0].requires_grad_() for x in plain]
     for sides in (plain, strided, [plain[0]] * 2):
-        found, expected = (outcome(call(*sides), sides) for call in (graphed, graphed.criterion))
-        torch.testing.assert_close(found[2:], expected[2:])
+        assert_close(graphed, graphed.criterion, sides)
     assert recorded(graphed) == 1
 
 
@@ -622,8 +627,7 @@ def test_a_graph_inside_of_a_graph_is_one(accelerator, monkeypatch):
 def test_compiled_it_is_the_criterion():
     graphed = OnCPU(InfoNCE())
     compiled = torch.compile(graphed, backend="eager", fullgraph=True)
-    found, expected = (outcome(call(*(x := batch())), x) for call in (compiled, graphed.criterion))
-    torch.testing.assert_close(found[2:], expected[2:])
+    assert_close(compiled, graphed.criterion, batch())
     assert recorded(graphed) == 0
 
 

@@ -41,36 +41,36 @@ BANKS = sample(20, D, seed=2), sample(30, D, seed=3)
 # --- relations ------------------------------------------------------------------------------------
 
 
-def label_sets(**options):
+def label_sets():
     """An image and its texts share one of two labels; no two share the other."""
     rows = torch.stack([torch.arange(N) + 50, torch.arange(N)], 1)
     cols = torch.stack([OWNER, torch.arange(M) + 100, torch.full((M,), NO_ID)], 1)
-    return Similarity(IMAGES, TEXTS, rows, cols, **options)
+    return Similarity(IMAGES, TEXTS, rows, cols)
 
 
-def matches(**options):
+def matches():
     matrix = (torch.arange(N)[:, None] == OWNER).float()
-    return Similarity(IMAGES, TEXTS, related=Related(matches=matrix), **options)
+    return Similarity(IMAGES, TEXTS, related=Related(matches=matrix))
 
 
-def one_group(**options):
+def one_group():
     """All are in one group, or open to all, so that groups leave out no pair."""
     groups = torch.zeros(N).long(), torch.zeros(M).long()
     groups[0][3] = NO_ID
-    return Similarity(IMAGES, TEXTS, *IDS, related=Related(groups), **options)
+    return Similarity(IMAGES, TEXTS, *IDS, related=Related(groups))
 
 
-def transposed(**options):
+def transposed():
     rows = torch.stack([OWNER, torch.arange(M) + 100], 1)
     cols = torch.stack([torch.arange(N), torch.arange(N) + 50], 1)
-    return Similarity(TEXTS, IMAGES, rows, cols, **options).T
+    return Similarity(TEXTS, IMAGES, rows, cols).T
 
 
-def numbers_alone(**options):
-    return Similarity(IMAGES, TEXTS, None, OWNER, **options)
+def numbers_alone():
+    return Similarity(IMAGES, TEXTS, None, OWNER)
 
 
-def scores_with_label_sets(**options):
+def scores_with_label_sets():
     sim = label_sets()
     return Similarity.from_scores(sim.scores(), *sim.label_sets())
 
@@ -85,8 +85,8 @@ RELATIONS = {
 }
 
 
-def plain(**options):
-    return Similarity(IMAGES, TEXTS, *IDS, **options)
+def plain():
+    return Similarity(IMAGES, TEXTS, *IDS)
 
 
 def assert_same(found, wanted):
@@ -177,32 +177,28 @@ def spread(x, places, size, fill):
     return whole
 
 
-def padded_ids():
-    return spread(IDS[0], IMAGE_PLACES, 16, NO_ID), spread(IDS[1], TEXT_PLACES, 30, NO_ID)
+def spread_pair(images, texts, fill):
+    """Images and texts, or what is said of them, with some in between that do not exist."""
+    return spread(images, IMAGE_PLACES, 16, fill), spread(texts, TEXT_PLACES, 30, fill)
 
 
-def padded(**options):
-    """The same with images and texts in between that do not exist, alike and close to others."""
-    images = spread(IMAGES, IMAGE_PLACES, 16, 0.7)
-    texts = spread(TEXTS, TEXT_PLACES, 30, 0.7)
-    return Similarity(images, texts, *padded_ids(), **options)
+# The same with images and texts in between that are alike and close to others.
+EMBEDDED = spread_pair(IMAGES, TEXTS, 0.7)
 
 
-def padded_sets(**options):
-    sets = label_sets().label_sets()
-    images = spread(IMAGES, IMAGE_PLACES, 16, 0.7)
-    texts = spread(TEXTS, TEXT_PLACES, 30, 0.7)
-    rows = spread(sets[0], IMAGE_PLACES, 16, NO_ID)
-    cols = spread(sets[1], TEXT_PLACES, 30, NO_ID)
-    return Similarity(images, texts, rows, cols, **options)
+def padded():
+    return Similarity(*EMBEDDED, *spread_pair(*IDS, NO_ID))
 
 
-def padded_matches(**options):
+def padded_sets():
+    return Similarity(*EMBEDDED, *spread_pair(*label_sets().label_sets(), NO_ID))
+
+
+def padded_matches():
     """A row and a column of nan are of nobody."""
     whole = torch.full((16, 30), math.nan)
     whole[IMAGE_PLACES[:, None], TEXT_PLACES] = (torch.arange(N)[:, None] == OWNER).float()
-    sim = padded(**options)
-    return Similarity(*sim.embeddings, related=Related(matches=whole), **options)
+    return Similarity(*EMBEDDED, related=Related(matches=whole))
 
 
 PADDED = {
@@ -216,8 +212,9 @@ PADDED = {
 def test_biases_are_of_what_exists(name):
     found = EVERY[name].biases(padded())
     wanted = EVERY[name].biases(plain())
-    assert torch.equal(found.texts, spread(wanted.texts, TEXT_PLACES, 30, 0.0))
-    assert torch.equal(found.images, spread(wanted.images, IMAGE_PLACES, 16, 0.0))
+    images, texts = spread_pair(wanted.images, wanted.texts, 0.0)
+    assert torch.equal(found.texts, texts)
+    assert torch.equal(found.images, images)
 
 
 @pytest.mark.parametrize("kind", PADDED)

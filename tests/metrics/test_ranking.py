@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support import oracle_ranking
 
 from itrloss import Similarity
 from itrloss.metrics import (
@@ -31,20 +30,6 @@ class System(NamedTuple):
     scores: torch.Tensor
     grades: torch.Tensor
     excluded: torch.Tensor
-
-    def of(self, way: str) -> System:
-        """The system with the queries of a direction as rows."""
-        return self if way == "i2t" else System(*(x.T for x in self))
-
-    def lists(self, way: str, ties: str = "pessimistic") -> list[list[int]]:
-        """Each query's candidates by the loops, best first."""
-        ranked = []
-        of_each_query = zip(*self.of(way), strict=True)
-        for scores, grades, excluded in of_each_query:
-            out = excluded.nonzero()[:, 0].tolist()
-            order = oracle_ranking.order(scores.tolist(), grades.tolist(), out, ties)
-            ranked.append(order)
-        return ranked
 
 
 def system(seed: int) -> System:
@@ -114,22 +99,17 @@ TIED_IDS = torch.arange(300), torch.arange(70) + 300
 @pytest.mark.parametrize("k", [1, 2, 9, 70])
 def test_the_best_of_ties_are_in_the_order_of_their_columns(k):
     sim = Similarity.from_scores(TIED, *TIED_IDS)
-    top = sim.topk(k)
-    wanted = TIED.sort(dim=1, descending=True, stable=True)
-    assert torch.equal(top.indices, wanted.indices[:, :k])
-    assert torch.equal(top.values, wanted.values[:, :k])
-    top_of_columns = sim.T.topk(k)
-    wanted = TIED.T.sort(dim=1, descending=True, stable=True)
-    assert torch.equal(top_of_columns.indices, wanted.indices[:, :k])
+    for top, scores in ((sim.topk(k), TIED), (sim.T.topk(k), TIED.T)):
+        wanted = scores.sort(dim=1, descending=True, stable=True)
+        assert torch.equal(top.indices, wanted.indices[:, :k])
+        assert torch.equal(top.values, wanted.values[:, :k])
 
 
 def test_the_best_of_ties_below_a_limit_are_in_the_order_of_their_columns():
     below = Similarity.from_scores(TIED, *TIED_IDS).topk(20, below=2)
-    for row, found in zip(TIED, below.indices.tolist(), strict=True):
-        ones = (row == 1).nonzero()[:, 0].tolist()
-        zeros = (row == 0).nonzero()[:, 0].tolist()
-        order = ones + zeros + [-1] * 20
-        assert found == order[:20]
+    for row, found in zip(TIED.tolist(), below.indices.tolist(), strict=True):
+        order = [j for score in (1, 0) for j, x in enumerate(row) if x == score]
+        assert found == (order + [-1] * 20)[:20]
 
 
 def test_the_best_are_stable_where_the_host_may_not_read():
@@ -163,8 +143,7 @@ def export(seed: int, folder: Path) -> list[Files]:
     save_trec(results, folder)
     files = []
     for way, side in results.ways.items():
-        run, qrels = _read(folder, way)
-        files.append(Files(run, qrels, side.metrics(KS)))
+        files.append(Files(*_read(folder, way), side.metrics(KS)))
     return files
 
 
@@ -177,21 +156,19 @@ def _read(folder: Path, way: str) -> tuple[Any, Any]:
     """The run and the qrels of a direction."""
     run: dict[str, dict[str, float]] = defaultdict(dict)
     qrels: dict[str, dict[str, int]] = defaultdict(dict)
-    run_lines = Path(folder, f"{way}.run").read_text().splitlines()
-    for line in run_lines:
+    for line in Path(folder, f"{way}.run").read_text().splitlines():
         query, _, document, _, score, _ = line.split()
         run[query][document] = float(score)
-    qrels_lines = Path(folder, f"{way}.qrels").read_text().splitlines()
-    for line in qrels_lines:
+    for line in Path(folder, f"{way}.qrels").read_text().splitlines():
         query, _, document, grade = line.split()
         qrels[query][document] = int(grade)
     return dict(run), dict(qrels)
 
 
-def check(ours: dict[str, float], name: str, theirs: list[float], rel: float = 1e-13) -> None:
+def check(ours: dict[str, float], name: str, theirs: list[float]) -> None:
     """Fail unless the mean of another tool's fractions is our percentage."""
     mean = math.fsum(theirs) / len(theirs)
-    assert 100 * mean == pytest.approx(ours[name], rel=rel, abs=1e-11), name
+    assert 100 * mean == pytest.approx(ours[name], rel=1e-13, abs=1e-11), name
 
 
 def test_exported_scores_never_tie(exported):

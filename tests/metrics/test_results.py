@@ -30,11 +30,11 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def ragged(seed, n=N, m=M):
+def ragged(seed):
     """Ids with and without a match, some of them repeated."""
     g = generator(seed)
-    image_ids = torch.randint(0, 8, (n,), generator=g)
-    text_ids = torch.randint(2, 10, (m,), generator=g)
+    image_ids = torch.randint(0, 8, (N,), generator=g)
+    text_ids = torch.randint(2, 10, (M,), generator=g)
     return image_ids, text_ids
 
 
@@ -42,14 +42,11 @@ def random_scores(seed):
     return torch.rand(N, M, generator=generator(seed))
 
 
-def chance(seed, n=12, captions=3, better=0.0):
+def chance():
     """Results of a model that is right at random."""
-    image_ids = torch.arange(n)
-    text_ids = image_ids.repeat_interleave(captions)
-    is_own = image_ids[:, None] == text_ids
-    scores = torch.rand(n, n * captions, generator=generator(seed), dtype=torch.float64)
-    scores += (0.5 + better) * is_own
-    return retrieval_results(scores, image_ids, text_ids)
+    scores = torch.rand(12, 36, generator=generator(0), dtype=torch.float64)
+    is_own = torch.arange(12)[:, None] == torch.arange(36) // 3
+    return retrieval_results(scores + 0.5 * is_own)
 
 
 # --- judgements -----------------------------------------------------------------------------------
@@ -62,10 +59,9 @@ def test_indices_of_small_integer_types_do_not_overflow():
     grades = torch.arange(250)
     scores = torch.rand(250, 50, generator=generator(2))
     wanted = retrieval_metrics(scores, relevant=Judgements(images, texts, grades))
-    in_bytes = Judgements(images.byte(), texts.byte(), grades)
-    assert retrieval_metrics(scores, relevant=in_bytes) == wanted
-    in_two_types = Judgements(images.short(), texts.byte(), grades)
-    assert retrieval_metrics(scores, relevant=in_two_types) == wanted
+    for of_images in (images.byte(), images.short()):
+        in_bytes = Judgements(of_images, texts.byte(), grades)
+        assert retrieval_metrics(scores, relevant=in_bytes) == wanted
 
 
 @pytest.mark.parametrize("k", [3, M])
@@ -127,13 +123,10 @@ def test_the_bootstrap_equals_its_loops(seed):
     unique = torch.cat(ids).unique()
     draws = torch.randint(len(unique), (70, len(unique)), generator=generator(5))
     drawn_ids = unique[draws].tolist()
-    samples_of_a = bootstrapped(a, drawn_ids)
-    samples_of_b = bootstrapped(b, drawn_ids)
-    assert intervals.keys() == samples_of_a[0].keys()
-    assert paired.keys() == samples_of_a[0].keys()
+    samples = [bootstrapped(results, drawn_ids) for results in (a, b)]
+    assert intervals.keys() == paired.keys() == samples[0][0].keys()
     for name, found in paired.items():
-        first = np.array([figures[name] for figures in samples_of_a])
-        second = np.array([figures[name] for figures in samples_of_b])
+        first, second = (np.array([figures[name] for figures in own]) for own in samples)
         low, high = np.nanquantile(first, [0.1, 0.9])
         assert intervals[name] == pytest.approx((low, high))
         difference = a.metrics()[name] - b.metrics()[name]
@@ -152,31 +145,27 @@ def p_value(differences):
 
 
 def test_intervals_depend_on_the_seed_alone():
-    first = confidence_intervals(chance(0), samples=20)
-    again = confidence_intervals(chance(0), samples=20)
-    assert again == first
-    of_another_seed = confidence_intervals(chance(0), samples=20, seed=1)
-    assert of_another_seed != first
+    first = confidence_intervals(chance(), samples=20)
+    assert confidence_intervals(chance(), samples=20) == first
+    assert confidence_intervals(chance(), samples=20, seed=1) != first
 
 
 def test_a_model_does_not_differ_from_itself():
-    found = compare(chance(0), chance(0), samples=100)
+    found = compare(chance(), chance(), samples=100)
     assert set(found.values()) == {(0, 0, 0, 1)}
 
 
-def simulated(seed, n=80, captions=5):
+def simulated(seed):
     """Results with a recall of 60 %: one right candidate per query; images are hard or easy for all
     their captions.
     """
     g = np.random.default_rng(seed)
-    chance_of_image = g.beta(1.2, 0.8, n)
+    chance_of_image = g.beta(1.2, 0.8, 80)
     sides = []
-    for owners in (np.arange(n), np.arange(n).repeat(captions)):
+    for owners in (np.arange(80), np.arange(80).repeat(5)):
         is_right = g.random(len(owners)) < chance_of_image[owners]
         ranks = torch.from_numpy(np.where(is_right, 1, 50))[:, None]
-        ids = torch.from_numpy(owners)
-        best = torch.zeros_like(ranks)
-        sides.append(QueryResults(ids, ranks, best, 100))
+        sides.append(QueryResults(torch.from_numpy(owners), ranks, torch.zeros_like(ranks), 100))
     return RetrievalResults(*sides)
 
 

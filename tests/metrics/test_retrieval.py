@@ -101,12 +101,12 @@ def test_re_ranked_pairs_copy_and_pickle(twin_of):
     assert twin.transductive == (False, True)
 
 
-def repeated(n=7, captions=5):
+def repeated(captions=5):
     """Images repeated for each caption, as much of the field's code saves them: (c N, D) and (c N,
     D).
     """
     g = torch.Generator().manual_seed(0)
-    images = torch.randn(n, 8, generator=g).repeat_interleave(captions, 0)
+    images = torch.randn(7, 8, generator=g).repeat_interleave(captions, 0)
     return images, images + 1.5 * torch.randn(images.shape, generator=g)
 
 
