@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,24 +30,24 @@ from itrloss.rerank import (
 N, M, K = 12, 24, 9
 
 
-def uniform(n=N, m=M, seed=0):
-    """(n, m) distinct float64 numbers in [0, 1)."""
+def uniform(seed=0):
+    """(N, M) distinct float64 numbers in [0, 1)."""
     generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(n * m, generator=generator).argsort()
-    return order.double().view(n, m) / (n * m)
+    order = torch.rand(N * M, generator=generator).argsort()
+    return order.double().view(N, M) / (N * M)
 
 
 def with_one_at(value, size=1.0):
     """Scores of which every seventh candidate of a query is at ``value``, about."""
-    scores = size * uniform(seed=1)
+    scores = size * uniform(1)
     every_seventh = (torch.arange(N)[:, None] - torch.arange(M)) % 7 == 0
-    about_value = value * (1 + 0.1 * uniform(seed=2))
+    about_value = value * (1 + 0.1 * uniform(2))
     return torch.where(every_seventh, about_value, scores)
 
 
-def in_two_stages(first, second, weight, k):
+def in_two_stages(first, second, weight):
     """Each query's candidates from best to worst, by the docstring and in float64."""
-    orders = oracle_rerank.two_stages(first.double(), second.double(), k, weight)
+    orders = oracle_rerank.two_stages(first.double(), second.double(), K, weight)
     return torch.from_numpy(orders)
 
 
@@ -57,18 +57,18 @@ SPREADS = {
     "masked at the least float32": (FIRST, with_one_at(-3e38).float(), 0.0),
     "certain at 1e30": (FIRST, with_one_at(1e30), 0.0),
     "next to the least half": (FIRST, with_one_at(-6e4, 0.1).float(), 0.0),
-    "next to each other 1e-9": (FIRST, 1 + 1e-9 * uniform(seed=1), 0.0),
-    "probabilities of 1e-8": (FIRST, 1e-8 * uniform(seed=1), 0.0),
-    "probabilities of 1e-30": (FIRST, (1e-30 * uniform(seed=1)).float(), 0.0),
-    "subnormal numbers": (FIRST, (1e-41 * uniform(seed=1)).float(), 0.0),
+    "next to each other 1e-9": (FIRST, 1 + 1e-9 * uniform(1), 0.0),
+    "probabilities of 1e-8": (FIRST, 1e-8 * uniform(1), 0.0),
+    "probabilities of 1e-30": (FIRST, (1e-30 * uniform(1)).float(), 0.0),
+    "subnormal numbers": (FIRST, (1e-41 * uniform(1)).float(), 0.0),
     "logits of bfloat16": (FIRST, torch.arange(N * M).view(N, M).double().fmod(61).bfloat16(), 1.0),
-    "integers beyond float32": (FIRST, 2**40 + (N * M * uniform(seed=1)).long(), 0.0),
-    "first scores beyond the second": (1e6 * FIRST.double(), uniform(seed=1), 1.0),
+    "integers beyond float32": (FIRST, 2**40 + (N * M * uniform(1)).long(), 0.0),
+    "first scores beyond the second": (1e6 * FIRST.double(), uniform(1), 1.0),
     "second scores beyond the first": (FIRST, with_one_at(-1e9).round(decimals=-8), 1.0),
-    "first scores of 1e30": (1e30 * FIRST, uniform(seed=1), 0.0),
-    "first scores up to the largest": (3.4e38 * FIRST, uniform(seed=1), 0.0),
-    "first scores down to the least": (-3.4e38 * FIRST, uniform(seed=1), 0.0),
-    "first scores of 1e-30": (1e-30 * FIRST, uniform(seed=1), 0.0),
+    "first scores of 1e30": (1e30 * FIRST, uniform(1), 0.0),
+    "first scores up to the largest": (3.4e38 * FIRST, uniform(1), 0.0),
+    "first scores down to the least": (-3.4e38 * FIRST, uniform(1), 0.0),
+    "first scores of 1e-30": (1e-30 * FIRST, uniform(1), 0.0),
 }
 
 
@@ -76,26 +76,22 @@ SPREADS = {
 def test_two_stages_keep_every_order(name):
     first, second, weight = SPREADS[name]
     method = TwoStageReranker(lambda i, t: second[i, t], k=K, weight=weight)
-    i2t = in_two_stages(first, second, weight, K)
-    t2i = in_two_stages(first.T, second.T, weight, K)
-    best = method.topk(first, M)
-    assert torch.equal(best.i2t.indices, i2t)
-    assert torch.equal(best.t2i.indices, t2i)
+    wanted = in_two_stages(first, second, weight), in_two_stages(first.T, second.T, weight)
     found = method.rerank(first)
-    assert torch.equal(found.i2t.argsort(dim=1, descending=True), i2t)
-    assert torch.equal(found.t2i.T.argsort(dim=1, descending=True), t2i)
-    assert found.i2t.isfinite().all()
-    assert found.t2i.isfinite().all()
+    of_sides = zip(wanted, method.topk(first, M), (found.i2t, found.t2i.T), strict=True)
+    for order, best, scores in of_sides:
+        assert torch.equal(best.indices, order)
+        assert torch.equal(scores.argsort(dim=1, descending=True), order)
+        assert scores.isfinite().all()
 
 
 @pytest.mark.parametrize(
     ("ties", "ranks"), [("pessimistic", [2, 2, 3, 4]), ("optimistic", [1, 1, 3, 4])]
 )
 def test_two_stages_leave_equal_scores_equal(ties, ranks):
-    second = torch.tensor([[1e-9, 1e-9, 0.0, -1e9]])
-    first = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
-    scores = first.repeat(4, 1)
-    method = TwoStageReranker(lambda i, t: second[0, t], k=4, weight=0.0)
+    second = torch.tensor([1e-9, 1e-9, 0.0, -1e9])
+    scores = torch.tensor([[0.1, 0.2, 0.3, 0.4]] * 4)
+    method = TwoStageReranker(lambda i, t: second[t], k=4, weight=0.0)
     found = retrieval_results(scores, reranker=method, ties=ties)
     assert found.i2t.best.tolist() == ranks
 
@@ -103,11 +99,11 @@ def test_two_stages_leave_equal_scores_equal(ties, ranks):
 # --- scores of any scale --------------------------------------------------------------------------
 
 
-def cosines(seed=0, n=30, m=40):
-    """(n, m) cosines, with a hub."""
+def cosines(seed=0, n=30):
+    """(n, 40) cosines, with a hub."""
     generator = torch.Generator().manual_seed(seed)
     v = torch.randn(n, 6, generator=generator, dtype=torch.float64)
-    w = torch.randn(m, 6, generator=generator, dtype=torch.float64)
+    w = torch.randn(40, 6, generator=generator, dtype=torch.float64)
     v[:, 0] += 0.5
     w[:3, 0] += 4.0
     return torch.nn.functional.normalize(v, dim=1) @ torch.nn.functional.normalize(w, dim=1).T
@@ -131,15 +127,9 @@ SCALES = {
 def dual_softmax_order(S, R, scale):
     """The sign and log size of ``S_qc exp(β S_qc) / Σ_r exp(β R_rc)``, as ascending pairs."""
     log_share = oracle_rerank.inverted_softmax(S, R, scale)
-    places = []
-    for scores, shares in zip(S, log_share, strict=True):
-        row = []
-        for score, share in zip(scores, shares, strict=True):
-            sign = float(np.sign(score))
-            size = math.log(abs(score)) + share if score != 0 else 0.0
-            row.append((sign, sign * float(size)))
-        places.append(row)
-    return places
+    signs = np.sign(S)
+    sizes = np.log(np.abs(S) + (signs == 0)) + log_share
+    return np.stack([signs, signs * sizes], 2).tolist()
 
 
 def keys(name, S):
@@ -168,8 +158,8 @@ def test_scores_of_any_scale_rank_as_float64_does(name, scale, dtype):
     scores = scores.to(dtype)
     found = METHODS[name].topk(scores, 40)
     in_double = scores.double().numpy()
-    assert_descending(found.i2t.indices.tolist(), keys(name, in_double))
-    assert_descending(found.t2i.indices.tolist(), keys(name, in_double.T))
+    for side, S in ((found.i2t, in_double), (found.t2i, in_double.T)):
+        assert_descending(side.indices.tolist(), keys(name, S))
 
 
 def assert_descending(orders, keys_of_queries):
@@ -214,9 +204,7 @@ def captioned(offset=0.0):
 def ranks_of(sim, reranker):
     """The ranks of all positives, of both directions."""
     results = retrieval_results(sim, reranker=reranker)
-    of_images = results.i2t.ranks.flatten()
-    of_texts = results.t2i.ranks.flatten()
-    return torch.cat([of_images, of_texts]).double()
+    return torch.cat([side.ranks.flatten() for side in results.ways.values()])
 
 
 CROWDED = {
@@ -233,9 +221,7 @@ def test_crowded_embeddings_keep_their_order(name):
     images, texts = (x.float() for x in captioned(offset=30.0))  # cosines differ by thousandths
     single = Similarity(images, texts, *CAPTIONS)
     double = Similarity(images.double(), texts.double(), *CAPTIONS)
-    found = ranks_of(single, CROWDED[name])
-    wanted = ranks_of(double, CROWDED[name])
-    different = found != wanted
+    different = ranks_of(single, CROWDED[name]) != ranks_of(double, CROWDED[name])
     assert different.double().mean() <= 0.01
 
 
@@ -254,9 +240,7 @@ def test_scores_far_from_zero_keep_their_order(name, shift):
     scores = (cosines + shift).float()
     single = Similarity.from_scores(scores, *CAPTIONS)
     double = Similarity.from_scores(scores.double(), *CAPTIONS)
-    found = ranks_of(single, SHIFTED[name])
-    wanted = ranks_of(double, SHIFTED[name])
-    assert torch.equal(found, wanted)
+    assert torch.equal(ranks_of(single, SHIFTED[name]), ranks_of(double, SHIFTED[name]))
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -287,16 +271,12 @@ EVERY = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", EVERY)
 def test_half_scores_have_the_figures_of_their_numbers(name, dtype, folds, monkeypatch):
-    scores = (100 * cosines(n=20, m=40)).to(dtype)
-    if name == "qb-norm":
-        scores = (100 * cosines()).to(dtype)
-    images = len(scores)
+    images = 30 if name == "qb-norm" else 20
+    scores = (100 * cosines(n=images)).to(dtype)
     ids = (torch.arange(images), torch.arange(40) % images)
     monkeypatch.setattr(Similarity.blocks, "__defaults__", (200,))
-    options = {"reranker": EVERY[name], "folds": folds}
-    of_half = retrieval_metrics(scores, *ids, **options)
-    of_single = retrieval_metrics(scores.float(), *ids, **options)
-    assert of_half == of_single
+    metrics = partial(retrieval_metrics, reranker=EVERY[name], folds=folds)
+    assert metrics(scores, *ids) == metrics(scores.float(), *ids)
 
 
 @pytest.mark.parametrize("surroundings", ["autocast", "high"])
@@ -351,7 +331,7 @@ class Converted(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "qb-norm"])
 def test_a_half_matrix_is_never_converted_whole(name, monkeypatch):
-    scores = (100 * cosines(n=40, m=40)).half()
+    scores = (100 * cosines(n=40)).half()
     monkeypatch.setattr(Similarity.blocks, "__defaults__", (400,))
     monkeypatch.setattr("itrloss.rerank.base._AT_ONCE", 400)
     monkeypatch.setattr("itrloss.engine.matrix.CONVERTED_AT_ONCE", 400)

@@ -14,7 +14,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from support.cases import embeddings, public_rerankers, sample
+from support.cases import embeddings, public_rerankers, sample, transposed
 from support.rerankers import METHODS, Centred, CentredByBlocks
 from support.versions import load
 
@@ -47,13 +47,11 @@ def names(transductive=False, matrix=False):
     """Names of the re-rankers, optionally only of those that need no bank, or that accept a matrix
     of scores.
     """
-    found = []
-    for name, method in METHODS.items():
-        refuses_no_bank = transductive and method.needs_bank
-        refuses_scores = matrix and method.needs_embeddings
-        if not refuses_no_bank and not refuses_scores:
-            found.append(name)
-    return found
+    return [
+        name
+        for name, method in METHODS.items()
+        if not (transductive and method.needs_bank) and not (matrix and method.needs_embeddings)
+    ]
 
 
 def a_bank(**options):
@@ -81,7 +79,7 @@ def test_scores_and_embeddings_stay_as_they_are_and_without_a_gradient(name):
         assert not result.requires_grad
     for x, unchanged in zip(inputs, before, strict=True):
         assert torch.equal(x, unchanged)
-    turned = scores.detach().T.contiguous().T
+    turned = transposed(scores.detach())
     assert_all_close(method.rerank(scores), method.rerank(turned))
     assert torch.equal(turned, scores)
 
@@ -104,9 +102,8 @@ def test_half_precision_scores_in_float32(name, dtype):
     v, w = embeddings(N, M, dtype=dtype)
     found = METHODS[name].rerank(unlabelled(v, w))
     exact = METHODS[name].rerank(unlabelled(v.float(), w.float()))
-    for a, b in zip(found, exact, strict=True):
-        assert a.dtype == torch.float32
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert [scores.dtype for scores in found] == [torch.float32] * 2
+    assert_all_close(found, exact, rtol=1e-4, atol=1e-4)
 
 
 def test_a_bank_keeps_its_precision_beside_half_precision():
@@ -127,36 +124,28 @@ def test_a_bank_with_as_many_queries_as_candidates_is_read_the_right_way():
     images = torch.rand(6, 6)
     texts = torch.rand(4, 4)
     found = InvertedSoftmax(3.0).fit(images, texts).biases(scores)
-    of_images = (3 * images).logsumexp(0) / 3
-    of_texts = (3 * texts).logsumexp(1) / 3
-    torch.testing.assert_close(found.texts, -of_images)
-    torch.testing.assert_close(found.images, -of_texts)
+    torch.testing.assert_close(found.texts, -(3 * images).logsumexp(0) / 3)
+    torch.testing.assert_close(found.images, -(3 * texts).logsumexp(1) / 3)
 
 
 def test_a_bank_is_scored_as_the_embeddings_are():
     v, w = embeddings(N, M)
     bank_v, bank_w = a_bank()
-    sim = unlabelled(v, w, normalize=False)
     of_embeddings = InvertedSoftmax(0.5).fit(bank_v, bank_w)
     of_scores = InvertedSoftmax(0.5).fit(bank_v @ w.T, v @ bank_w.T)
-    found = of_embeddings.biases(sim)
-    wanted = of_scores.biases(v @ w.T)
-    torch.testing.assert_close(found, wanted)
+    found = of_embeddings.biases(unlabelled(v, w, normalize=False))
+    torch.testing.assert_close(found, of_scores.biases(v @ w.T))
 
 
 @pytest.mark.parametrize("name", names(transductive=True))
 def test_hostile_input_gives_finite_scores(name):
     v, w = embeddings(N, M, dtype=torch.float32)
     method = METHODS[name]
-    same_images = v[:1].repeat(N, 1)
-    same_texts = w[:1].repeat(M, 1)
-    assert_finite(method, same_images, same_texts, "duplicates")
+    assert_finite(method, v[:1].repeat(N, 1), w[:1].repeat(M, 1), "duplicates")
     v[2] = 0.0
     w[3] = 0.0
     assert_finite(method, v, w, "zero vectors")
-    by_columns = v.T.contiguous().T
-    strided = w.repeat(1, 2)[:, ::2]
-    assert_finite(method, by_columns, strided, "non-contiguous")
+    assert_finite(method, transposed(v), w.repeat(1, 2)[:, ::2], "non-contiguous")
     # a single text would be a single query, which needs a bank
     _, bank = a_bank(dtype=torch.float32)
     with_bank = copy.copy(method).fit(texts=bank)
@@ -183,10 +172,8 @@ def test_what_is_reordered_stays_above_the_others():
 @pytest.mark.parametrize("name", METHODS)
 def test_re_rankers_show_and_copy_themselves(name):
     method = METHODS[name]
-    written = eval(repr(method), vars(rerank))
-    copied = copy.deepcopy(method)
-    pickled = pickle.loads(pickle.dumps(method))
-    for other in (written, copied, pickled):
+    twins = copy.deepcopy(method), pickle.loads(pickle.dumps(method))
+    for other in (eval(repr(method), vars(rerank)), *twins):
         assert repr(other) == repr(method)
     assert type(method).__name__ in rerank.__all__
 
@@ -234,9 +221,7 @@ def test_a_bank_that_comes_from_a_model_is_kept_without_its_gradient():
 
 def test_a_state_of_another_method_is_refused_and_nothing_taken_over():
     method = CSLS(3)
-    of_another = InvertedSoftmax(2.0).state_dict()
-    incomplete = {"method": "CSLS", "options": {"k": 5}}
-    for state in (of_another, incomplete):
+    for state in (InvertedSoftmax(2.0).state_dict(), {"method": "CSLS", "options": {"k": 5}}):
         with pytest.raises(ValueError, match="state: expected a state of CSLS, got one"):
             method.load_state_dict(state)
     broken = {**CSLS(5).state_dict(), "images": torch.full((2, 2), torch.nan)}
@@ -320,9 +305,7 @@ def captions(seed=0, n=40):
 def recalls_of(held_out, reranker):
     """The sums of the recalls of both directions."""
     metrics = retrieval_metrics(held_out, reranker=reranker)
-    i2t = sum(metrics[f"i2t_r{k}"] for k in (1, 5, 10))
-    t2i = sum(metrics[f"t2i_r{k}"] for k in (1, 5, 10))
-    return i2t, t2i
+    return [sum(metrics[f"{way}_r{k}"] for k in (1, 5, 10)) for way in ("i2t", "t2i")]
 
 
 @pytest.mark.parametrize("as_embeddings", [False, True])
@@ -335,12 +318,9 @@ def test_calibration_finds_the_best_of_all_that_are_tried(as_embeddings):
         w = w + 2 * v.repeat_interleave(3, 0)
         held_out = Similarity(v, w, ids, ids.repeat_interleave(3))
     found = FastReranker().calibrate(held_out, scales=scales)
-    tried = []
-    for pair in itertools.product(scales, scales):
-        tried.append(recalls_of(held_out, FastReranker(pair, pair)))
-    i2t, t2i = recalls_of(held_out, found)
-    assert i2t == pytest.approx(max(of_images for of_images, _ in tried))
-    assert t2i == pytest.approx(max(of_texts for _, of_texts in tried))
+    pairs = itertools.product(scales, scales)
+    tried = zip(*(recalls_of(held_out, FastReranker(pair, pair)) for pair in pairs), strict=True)
+    assert recalls_of(held_out, found) == pytest.approx([*map(max, tried)])
     assert {*found.i2t, *found.t2i} <= set(scales)
 
 
@@ -349,11 +329,8 @@ def test_what_calibration_compares():
     answer.
     """
     quality = rerank.fast._quality
-    with_unanswered = torch.tensor([0, 2, 0, 20])
-    assert quality(with_unanswered) == pytest.approx((1.0, 0.275))
-    better = torch.tensor([2, 20])
-    worse = torch.tensor([3, 20])
-    assert quality(better) > quality(worse)
+    assert quality(torch.tensor([0, 2, 0, 20])) == pytest.approx((1.0, 0.275))
+    assert quality(torch.tensor([2, 20])) > quality(torch.tensor([3, 20]))
 
 
 @pytest.mark.parametrize("seed", [33, 51, 101])
@@ -447,11 +424,8 @@ class Zeroing(rerank.Reranker):
         return lambda scores, rows: scores.zero_()
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_a_rule_may_overwrite_the_scores_it_gets(transposed):
-    scores = sample(N, M)
-    if transposed:
-        scores = scores.T
+@pytest.mark.parametrize("scores", [sample(N, M), sample(N, M).T])
+def test_a_rule_may_overwrite_the_scores_it_gets(scores):
     before = scores.clone()
     Zeroing().rerank(scores)
     Zeroing().topk(scores, 3)
@@ -466,9 +440,8 @@ def test_a_scorer_may_overwrite_the_numbers_of_its_pairs():
 
     scores = sample(N, M)
     top = TwoStageReranker(scorer, k=5).topk(scores, 5)
-    best = top.i2t.indices.sort(1).values
-    wanted = scores.topk(5).indices.sort(1).values
-    assert torch.equal(best, wanted)
+    wanted = scores.topk(5).indices
+    assert torch.equal(top.i2t.indices.sort(1).values, wanted.sort(1).values)
 
 
 SCORER_RESULTS = {
@@ -485,8 +458,7 @@ def test_a_scorer_may_return_its_scores_in_another_form(form, batch_size):
         return (images * 7 + texts) % 5.0
 
     def scorer(images, texts):
-        logits = plain(images, texts)
-        return SCORER_RESULTS[form](logits)
+        return SCORER_RESULTS[form](plain(images, texts))
 
     scores = sample(N, M)
     method = TwoStageReranker(scorer, k=5, batch_size=batch_size)
