@@ -396,9 +396,8 @@ def test_all_losses_replay_bit_by_bit(name, kind, monkeypatch):
     criterion = case.loss.float()
     graphed = kind(criterion)
     for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        pair = [torch.randn(N, 64, generator=generator, requires_grad=True) for _ in "vw"]
-        ids = torch.randint(0, 5, (N,), generator=generator)
+        pair = [x.requires_grad_() for x in sample(2, N, 64, seed=step).unbind()]
+        ids = torch.randint(0, 5, (N,), generator=torch.Generator().manual_seed(step))
         more = () if case.options.get("ids") is False else (ids, ids)
         leaves = [*pair, *criterion.parameters()]
         if kind is Taped and name in ("coder", "dvse"):  # for prototypes, and for ids

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import oracle_more
+from support.cases import sample
 
 import itrloss
 from itrloss import OnlineKMeans
@@ -237,10 +238,9 @@ def test_an_iteration_of_fit_never_serves_the_data_worse(seed, clusters, size):
 
 
 def test_fit_finds_separated_clusters():
-    generator = torch.Generator().manual_seed(0)
-    centres = torch.linalg.qr(torch.randn(8, 8, generator=generator)).Q[:4]
+    centres = torch.linalg.qr(sample(8, 8)).Q[:4]
     labels = torch.arange(200) % 4
-    x = centres[labels] + 0.05 * torch.randn(200, 8, generator=generator)
+    x = centres[labels] + 0.05 * sample(200, 8, seed=1)
     means = OnlineKMeans(4, 8)
     ids = means.fit(x)
     assert len(set(zip(labels.tolist(), ids.tolist(), strict=True))) == 4

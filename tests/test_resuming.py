@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import sample
 from support.processes import run as in_processes
 from support.versions import distributed_checkpoint, fully_shard, load, require, state_dict
 from torch import Tensor, nn
@@ -83,8 +84,7 @@ class Run:
     def step(self, number: int, rank: int) -> float:
         if number == SAVED - 1:
             self.model.prefixes.loss.mining = "hardest"
-        draw = torch.Generator().manual_seed(10 * number + rank)
-        return self.train(torch.randn(BATCH, D, generator=draw))
+        return self.train(sample(BATCH, D, seed=10 * number + rank))
 
     def train(self, x: Tensor, backward: Callable[[Tensor], Any] = Tensor.backward) -> float:
         model = self.model
@@ -207,7 +207,7 @@ def accelerated(folder: Path, saved: int, resumes: bool) -> tuple[list[float], n
     run = Run(int(resumes))
     run.model.images[2].p = 0.3
     torch.manual_seed(0)  # of the loader's order
-    data = torch.randn(4 * BATCH, D, generator=torch.Generator().manual_seed(0))
+    data = sample(4 * BATCH, D)
     # Without a generator of its own, a loader takes a number from that of dropout.
     own = torch.Generator().manual_seed(0)
     loader = torch.utils.data.DataLoader(data, BATCH, shuffle=True, generator=own)

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cases import sample
 
 from benchmarks import noise
 
@@ -48,8 +49,7 @@ def test_a_share_of_the_captions_swap_their_pictures():
 @pytest.fixture
 def unit():
     """Unit vectors of six images and of their texts."""
-    x = torch.randn(2, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return F.normalize(x, dim=2)
+    return F.normalize(sample(2, 6, 8, dtype=torch.float64), dim=2)
 
 
 def test_filtered_infonce_leaves_out_better_candidates(unit):

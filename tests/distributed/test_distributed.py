@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import sample
 from support.losses_registry import select
 from support.processes import WORLD, run
 from support.versions import needs
@@ -67,8 +68,7 @@ def numbered(rank: int | None, name: str, **options: Any) -> list[torch.Tensor]:
     n, ids = (
         NUMBERED[name] if rank is not None else (WORLD * NUMBERED[name][0], NUMBERED_IN_ONE[name])
     )
-    generator = torch.Generator().manual_seed(0)
-    v, w = (torch.randn(WORLD * NUMBERED[name][0], D, generator=generator) for _ in range(2))
+    v, w = sample(2, WORLD * NUMBERED[name][0], D)
     own = slice((rank or 0) * n, (rank or 0) * n + n)
     losses = [entry.make(**options) for entry in PAIR_LOSSES.values()]
     return [loss(v[own], w[own], None, ids).detach() for loss in losses]
@@ -149,9 +149,8 @@ PARTS = {  # images and texts of a process, or of one with everything
 
 def part_of(rank: int | None) -> list[torch.Tensor]:
     """This process's images, texts and their ids, or everything."""
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(8, D, generator=generator)
-    texts = images.repeat_interleave(2, 0) + torch.randn(16, D, generator=generator)
+    images = sample(8, D)
+    texts = images.repeat_interleave(2, 0) + sample(16, D, seed=1)
     n, m = PARTS[rank]
     return [images[n], texts[m], torch.arange(8)[n], torch.arange(16)[m] // 2]
 

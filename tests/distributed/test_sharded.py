@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import sample
 from support.drawn_losses import LossCase
 from support.draws import Batch
 from support.losses_registry import REGISTRY
@@ -105,8 +106,7 @@ def coder_without_samples(rank: int) -> dict[str, list[float]]:
     prototypes = itrloss.OnlineKMeans(3, 5)
     assert prototypes.update(empty).shape == (0,)
     assert not prototypes.reseeded.any()
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(4, 5, generator=generator)
+    rows = sample(4, 5)
     own = rows if rank else rows[:0]
     for mode in (True, False):  # the first process has none, with and without prototypes
         objective.train(mode)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.cases import sample
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -166,8 +167,8 @@ def test_triplet_may_warm_up_with_infonce(config):
         torch.testing.assert_close(trainer.objective(outputs, *ids)[0], loss(*outputs, *ids))
 
 
-SETS, RESIDUALS = torch.randn(2, 6, 3, 8, generator=torch.Generator().manual_seed(0))
-TEXTS = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+SETS, RESIDUALS = sample(2, 6, 3, 8)
+TEXTS = sample(6, 8, seed=1)
 GATE = torch.tensor([1.0, 1.0, 0.0]).expand(6, 3)
 IDS = torch.arange(6)
 ALL, HARDEST = (itrloss.TripletLoss(0.2, mining, reduction="mean") for mining in ("all", "hardest"))

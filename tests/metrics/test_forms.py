@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import sample
 from support.processes import run
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,11 +29,10 @@ from itrloss.metrics.uncertainty import holm
 from itrloss.rerank import CSLS, FastReranker
 
 
-def embedded(n=12, captions=3, noise=1.5, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    images = torch.randn(n, 8, generator=g, dtype=torch.float64)
+def embedded(captions=3, noise=1.5, seed=0):
+    images = sample(12, 8, seed=seed, dtype=torch.float64)
     texts = images.repeat_interleave(captions, 0)
-    return images, texts + noise * torch.randn(texts.shape, generator=g, dtype=torch.float64)
+    return images, texts + noise * sample(*texts.shape, seed=seed + 9, dtype=torch.float64)
 
 
 def results(noise=1.5, seed=0, **options):
@@ -151,7 +151,7 @@ def test_batches_without_a_match_or_without_rows_belong_to_the_whole():
 @pytest.mark.parametrize("options", [{"folds": 3}, {"reranker": FastReranker()}])
 def test_a_batch_need_not_be_a_data_set(size, options):
     """Most sizes are no multiple of the folds, and a batch may be a single pair."""
-    images, texts = torch.randn(2, 21, 8, generator=torch.Generator().manual_seed(1))
+    images, texts = sample(2, 21, 8, seed=1)
     metric = batched(**options)
     for part in torch.arange(21).split(size):
         metric(images[part], texts[part])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.cases import sample
 
 from itrloss import Similarity
 from itrloss.metrics import (
@@ -64,9 +65,8 @@ def test_the_sum_of_recalls_has_its_own_ks():
 
 @pytest.mark.parametrize("ties", ["pessimistic", "optimistic"])
 def test_what_a_first_stage_missed_counts_as_missed(ties):
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(50, 8, generator=generator)
-    scores = images @ (images + torch.randn(50, 8, generator=generator)).T
+    images, noise = sample(2, 50, 8)
+    scores = images @ (images + noise).T
     best = scores.topk(5).indices.tolist()
     found = retrieval_results(scores, candidates=best, ties=ties)
     plain = retrieval_results(scores, ties=ties).i2t.best
@@ -119,8 +119,7 @@ def test_the_best_are_stable_where_the_host_may_not_read():
     def five_best(scores):
         return Similarity.from_scores(scores, *ids).topk(5)
 
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randint(0, 3, (6, 30), generator=generator).float()
+    scores = TIED[:6, :30]
     order = scores.sort(dim=1, descending=True, stable=True).indices
     assert torch.equal(five_best(scores).indices, order[:, :5])
 

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from support.cases import embeddings
+from support.cases import embeddings, sample
 
 from itrloss import Similarity, SuspiciousInputWarning
 from itrloss.cli.comparison import compare_rerankers
@@ -48,9 +48,7 @@ def test_copies_tie_wherever_the_tiles_end(shape):
     narrow.
     """
     n, m = shape
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(n, 64, generator=generator)
-    cols = torch.randn(m, 64, generator=generator)
+    rows, cols = sample(n, 64), sample(m, 64, seed=1)
     rows[-1] = rows[0]
     cols[-1] = cols[0]
     of_rows = Similarity(rows, cols, torch.zeros(n).long(), torch.arange(m), engine="tiled")
@@ -105,9 +103,8 @@ def repeated(captions=5):
     """Images repeated for each caption, as much of the field's code saves them: (c N, D) and (c N,
     D).
     """
-    g = torch.Generator().manual_seed(0)
-    images = torch.randn(7, 8, generator=g).repeat_interleave(captions, 0)
-    return images, images + 1.5 * torch.randn(images.shape, generator=g)
+    images = sample(7, 8).repeat_interleave(captions, 0)
+    return images, images + 1.5 * sample(*images.shape, seed=1)
 
 
 @pytest.mark.parametrize("captions", [2, 5])

@@ -101,9 +101,8 @@ def test_two_stages_leave_equal_scores_equal(ties, ranks):
 
 def cosines(seed=0, n=30):
     """(n, 40) cosines, with a hub."""
-    generator = torch.Generator().manual_seed(seed)
-    v = torch.randn(n, 6, generator=generator, dtype=torch.float64)
-    w = torch.randn(40, 6, generator=generator, dtype=torch.float64)
+    v = sample(n, 6, seed=2 * seed, dtype=torch.float64)
+    w = sample(40, 6, seed=2 * seed + 1, dtype=torch.float64)
     v[:, 0] += 0.5
     w[:3, 0] += 4.0
     return torch.nn.functional.normalize(v, dim=1) @ torch.nn.functional.normalize(w, dim=1).T
@@ -283,9 +282,7 @@ def test_half_scores_have_the_figures_of_their_numbers(name, dtype, folds, monke
 @pytest.mark.parametrize("given", ["scores", "dense", "tiled", "inner products"])
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "qb-norm"])
 def test_surroundings_do_not_change_rankings(name, given, surroundings):
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(24, 64, generator=generator)
-    texts = torch.randn(48, 64, generator=generator)
+    images, texts = sample(24, 64), sample(48, 64, seed=1)
     ids = (torch.arange(24), torch.arange(48) % 24)
     scores = 3 * images @ texts.T
 

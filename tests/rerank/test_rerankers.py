@@ -367,7 +367,7 @@ def test_calibration_leaves_padding_out(form):
     and text do not exist.
     """
     generator = torch.Generator().manual_seed(1)
-    v, w = (torch.randn(61, 6, generator=generator) for _ in range(2))
+    v, w = sample(2, 61, 6)
     labels = torch.randint(8, (61, 3), generator=generator)
     of_texts = torch.randint(8, (61, 1), generator=generator)
     labels[60] = of_texts[60] = itrloss.NO_ID
