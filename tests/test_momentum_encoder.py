@@ -34,6 +34,12 @@ def longer(keys: MomentumEncoder, dtype: torch.dtype) -> nn.Module:
     return encoder
 
 
+def linear(dtype: torch.dtype) -> tuple[MomentumEncoder, nn.Module]:
+    """The average of a layer, and an encoder that is longer."""
+    keys = MomentumEncoder(nn.Linear(8, 8).to(dtype), MOMENTUM)
+    return keys, longer(keys, dtype)
+
+
 @pytest.mark.parametrize("buffers", ["copy", "average"])
 def test_parameters_are_averaged_and_buffers_copied_or_averaged(buffers):
     encoder = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -193,8 +199,7 @@ def test_averaged_buffers_in_half_precision_move():
 
 
 def test_an_average_in_half_precision_begins_where_others_put_it():
-    keys = MomentumEncoder(nn.Linear(8, 8).to(torch.bfloat16), MOMENTUM)
-    encoder = longer(keys, torch.bfloat16)
+    keys, encoder = linear(torch.bfloat16)
     updated(keys, encoder, 10)
     keys.module.load_state_dict(encoder.state_dict())
     assert torch.equal(updated(keys, encoder, 10).weight, encoder.weight)
@@ -212,7 +217,7 @@ def test_the_module_alone_may_be_cast():
 
 
 def loaded(keys: MomentumEncoder) -> MomentumEncoder:
-    other = MomentumEncoder(nn.Linear(8, 8).to(keys.module.weight.dtype), MOMENTUM)
+    other, _ = linear(keys.module.weight.dtype)
     other.load_state_dict(keys.state_dict())
     return other
 
@@ -228,8 +233,7 @@ COPIES = {
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_goes_on_bit_for_bit(way, dtype):
-    keys = MomentumEncoder(nn.Linear(8, 8).to(dtype), MOMENTUM)
-    encoder = longer(keys, dtype)
+    keys, encoder = linear(dtype)
     updated(keys, encoder, 20)
     other = COPIES[way](keys)
     assert torch.equal(updated(other, encoder, 200).weight, updated(keys, encoder, 200).weight)
@@ -237,8 +241,8 @@ def test_a_copy_goes_on_bit_for_bit(way, dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_float32_encoder_loads_a_state_in_half_precision(dtype):
-    half = MomentumEncoder(nn.Linear(8, 8).to(dtype), MOMENTUM)
-    updated(half, longer(half, dtype), 200)
+    half, encoder = linear(dtype)
+    updated(half, encoder, 200)
     full = MomentumEncoder(nn.Linear(8, 8), MOMENTUM)
     full.load_state_dict(half.state_dict())
     assert torch.equal(full.module.weight, half.module.weight.float())
@@ -251,8 +255,7 @@ def test_a_sharded_encoder_moves(dtype, tmp_path):
     dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = dist.init_device_mesh("cpu", (1,))
-        keys = MomentumEncoder(nn.Linear(8, 8).to(dtype), MOMENTUM)
-        encoder = longer(keys, dtype)
+        keys, encoder = linear(dtype)
         wanted = updated(copy.deepcopy(keys), encoder, 100).weight
         fully_shard(keys, mesh=mesh)
         fully_shard(encoder, mesh=mesh)

@@ -188,12 +188,16 @@ def test_telemetry_of_a_memory():
     torch.testing.assert_close(loss.telemetry["gap"], of_batch["gap"])
 
 
-def test_the_age_of_a_memory_is_in_batches_of_what_exists():
+def to_twelve_entries(*ids):
+    """The similarities of pairs with these ids to a memory of twelve entries."""
     memory = itrloss.CoupledMemory(12, 4)
     memory.enqueue(*sample(2, 12, 4), torch.arange(12))
-    images, texts = sample(2, 5, 4, seed=1)
-    ids = torch.tensor([0, itrloss.NO_ID, 1, 2, itrloss.NO_ID])
-    sims = MemorySimilarity.of(images, texts, images, texts, memory, ids, ids)
+    images, texts = sample(2, len(ids), 4, seed=1)
+    return MemorySimilarity.of(images, texts, images, texts, memory, ids, ids)
+
+
+def test_the_age_of_a_memory_is_in_batches_of_what_exists():
+    sims = to_twelve_entries(0, itrloss.NO_ID, 1, 2, itrloss.NO_ID)
     assert describe_memory(sims)["memory_age"] == 2.5  # in batches of three pairs
 
 
@@ -226,11 +230,7 @@ def test_processes_that_share_a_batch_describe_what_exists(tmp_path):
 
 
 def test_the_age_of_a_memory_counts_the_batches_of_all_processes(monkeypatch):
-    memory = itrloss.CoupledMemory(12, 4)
-    memory.enqueue(*sample(2, 12, 4), torch.arange(12))
-    images, texts = sample(2, 3, 4, seed=1)
-    ids = torch.arange(3)
-    sims = MemorySimilarity.of(images, texts, images, texts, memory, ids, ids)
+    sims = to_twelve_entries(0, 1, 2)
     assert describe_memory(sims)["memory_age"] == 2.5  # 1, 2, 3 and 4 batches ago
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda _=None: 2)

@@ -65,24 +65,21 @@ def test_whole_statistics_are_of_the_signed_roots():
 # --- words ----------------------------------------------------------------------------------------
 
 
+CAPTIONS = ["A dog, a dog's ball!", "A red ball", "a zebra", ""]
+FREQUENT = Vocabulary.from_captions(CAPTIONS, min_count=2)
+
+
 def test_vocabulary_keeps_frequent_words():
-    captions = ["A dog, a dog's ball!", "A red ball", "a zebra", ""]
-    vocabulary = Vocabulary.from_captions(captions, min_count=2)
-    assert vocabulary.words == ["<pad>", "<unk>", "a", "ball"]
-    assert vocabulary.encode("Ball, a ZEBRA") == [3, 2, 1]
-    assert vocabulary.encode("...") == [1]
+    assert FREQUENT.words == ["<pad>", "<unk>", "a", "ball"]
+    assert FREQUENT.encode("Ball, a ZEBRA") == [3, 2, 1]
+    assert FREQUENT.encode("...") == [1]
 
 
 def test_idf_weighs_rare_words():
-    captions = ["A dog, a dog's ball!", "A red ball", "a zebra", ""]
-    vocabulary = Vocabulary.from_captions(captions, min_count=2)
-    idf = vocabulary.idf(captions)
+    idf = FREQUENT.idf(CAPTIONS)
     of_a = math.log(4 / 3)  # in three of four captions
-    of_ball = math.log(4 / 2)
-    assert idf[3] / idf[2] == pytest.approx(of_ball / of_a)
-    ids = []
-    for caption in captions:
-        ids += vocabulary.encode(caption)
+    assert idf[3] / idf[2] == pytest.approx(math.log(4 / 2) / of_a)
+    ids = [word for caption in CAPTIONS for word in FREQUENT.encode(caption)]
     assert idf[ids].mean() == pytest.approx(1)
 
 
@@ -97,20 +94,22 @@ def test_the_words_of_scans_vocabulary_keep_their_order(tmp_path):
     assert vocabulary.encode("A man, a dog.") == [3, 2, 3, 1]
 
 
-def test_word_vectors_are_read_from_gloves_format(tmp_path):
-    # as of GloVe, with the first line of fastText's and an empty one
-    (tmp_path / "glove.2d.txt").write_text("2 2\ndog 1.0 2.0\ncat 3.0 -4\n\n")
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        # as of GloVe, with the first line of fastText's and an empty one
+        ("2 2\ndog 1.0 2.0\ncat 3.0 -4\n\n", {"dog": [1, 2], "cat": [3, -4]}),
+        # as in glove.840B.300d.txt, whose words may have spaces
+        (
+            "dog 1.0 2.0\n. . . -3 4\nat name@domain.com 5 6\n",
+            {"dog": [1, 2], ". . .": [-3, 4], "at name@domain.com": [5, 6]},
+        ),
+    ],
+)
+def test_word_vectors_are_read_from_gloves_format(text, wanted, tmp_path):
+    (tmp_path / "glove.2d.txt").write_text(text)
     vectors = word_vectors(str(tmp_path / "glove.2d.txt"))
-    lists = {word: vector.tolist() for word, vector in vectors.items()}
-    assert lists == {"dog": [1, 2], "cat": [3, -4]}
-
-
-def test_words_of_glove_may_have_spaces(tmp_path):
-    # as in glove.840B.300d.txt
-    (tmp_path / "glove.2d.txt").write_text("dog 1.0 2.0\n. . . -3 4\nat name@domain.com 5 6\n")
-    vectors = word_vectors(str(tmp_path / "glove.2d.txt"))
-    lists = {word: vector.tolist() for word, vector in vectors.items()}
-    assert lists == {"dog": [1, 2], ". . .": [-3, 4], "at name@domain.com": [5, 6]}
+    assert {word: vector.tolist() for word, vector in vectors.items()} == wanted
 
 
 def test_words_begin_with_their_vectors_at_the_length_of_the_others():
@@ -204,8 +203,11 @@ def test_settings_that_the_data_do_not_allow_are_named():
         batches_of(split_of(1), 10, 1, 0, world=6)
 
 
+SIZES = {"train": 6, "dev": 4, "test": 5}
+
+
 def test_images_that_are_there_five_times_are_read_once(tmp_path):
-    drawn.features(tmp_path, {"train": 6, "dev": 4, "test": 5})
+    drawn.features(tmp_path, SIZES)
     once = {}
     for kind in ("ims", "global"):
         path = tmp_path / f"dev_{kind}.npy"
@@ -225,8 +227,8 @@ def test_images_that_are_there_five_times_are_read_once(tmp_path):
 
 
 def test_one_vector_an_image_is_its_only_region(tmp_path):
-    drawn.features(tmp_path, {"train": 6, "dev": 4, "test": 5})
-    for name in ("train", "dev", "test"):
+    drawn.features(tmp_path, SIZES)
+    for name in SIZES:
         (tmp_path / f"{name}_global.npy").unlink()
         vectors = np.load(tmp_path / f"{name}_ims.npy")[:, 0]
         np.save(tmp_path / f"{name}_ims.npy", np.repeat(vectors, 5, 0))
@@ -242,7 +244,7 @@ def test_one_vector_an_image_is_its_only_region(tmp_path):
 def test_features_below_vse_infinitys_directory(tmp_path):
     (tmp_path / "precomp").mkdir()
     (tmp_path / "id_mapping.json").write_text("{}")
-    drawn.features(tmp_path / "precomp", {"train": 6, "dev": 4, "test": 5})
+    drawn.features(tmp_path / "precomp", SIZES)
     assert load_split(tmp_path, "dev").captions == load_split(tmp_path / "precomp", "dev").captions
     report = Report(tmp_path)
     assert report.ready

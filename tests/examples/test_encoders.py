@@ -31,6 +31,12 @@ from examples.retrieval.encoders import (
 )
 from examples.retrieval.models import ConceptBranch
 
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 CAPTIONS = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14], [8, 7]]
 
 
@@ -100,7 +106,6 @@ def test_numbers_are_those_that_loops_over_the_equations_had(group, monkeypatch)
 
 @needs("autocast of float16 on the CPU", 2, 4)
 def test_gpo_does_not_overflow_in_half_precision():
-    torch.manual_seed(0)
     pool = GPO(8, 8)
     features = torch.randn(2, 6, 4, requires_grad=True)
     with torch.autocast("cpu", torch.float16):
@@ -123,7 +128,6 @@ def arrays(module: nn.Module) -> dict[str, Array]:
 
 
 def test_pooling_as_printed_is_a_two_layer_perceptron():
-    torch.manual_seed(0)
     pool = GPO(8, 6, as_printed=True)
     states = averaged_bigru(pool.gru, sinusoid(5, 8)[None], torch.tensor([5]))[0]
     p = arrays(pool.score)
@@ -139,7 +143,6 @@ def test_pooling_as_printed_is_a_two_layer_perceptron():
 
 
 def test_sub_embeddings_as_printed_have_a_sigmoid_and_a_layer_normalisation():
-    torch.manual_seed(0)
     heads = SubEmbeddings(6, 2, as_printed=True).double()
     elements, pooled = torch.randn(4, 5, 6).double(), torch.randn(4, 6).double()
     sets, residuals = heads(elements, pooled, LENGTHS)
@@ -157,7 +160,6 @@ def test_sub_embeddings_as_printed_have_a_sigmoid_and_a_layer_normalisation():
 
 
 def test_concepts_as_printed_are_queried_by_inner_products():
-    torch.manual_seed(0)
     branch = with_graph(ConceptBranch(6, 4, 5, as_printed=True)).double()
     queries = torch.randn(3, 6).double()
     concepts = branch.concepts().detach().numpy()
@@ -183,7 +185,6 @@ def test_the_global_feature_as_printed_is_added_by_softmax_weights():
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_shared_dropout_takes_a_feature_from_the_whole_set(shared):
-    torch.manual_seed(0)
     dropout = SetDropout(0.3, shared)
     kept = dropout(torch.ones(200, 6, 50))
     scaled = torch.ones(()).div(0.7).item()
@@ -199,7 +200,6 @@ def test_shared_dropout_takes_a_feature_from_the_whole_set(shared):
 
 
 def test_word_dropout_acts_in_training_only():
-    torch.manual_seed(0)
     text = TextEncoder(replace(TEXTS, embedding_dropout=0.0), 20)
     words, lengths = pad([[3, 4, 5, 6]])
     first = text(words, lengths)
@@ -212,7 +212,6 @@ def test_word_dropout_acts_in_training_only():
 
 
 def test_dropout_of_the_enhancement_is_in_both_of_its_branches():
-    torch.manual_seed(0)
     enhance = SelfGuidedEnhancement(replace(TEXTS, enhancement_dropout=0.4), 5, 0)
     seen: list[Tensor] = []
     enhance.dropout.register_forward_hook(lambda _, inputs, output: seen.append(output))

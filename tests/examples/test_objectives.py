@@ -144,25 +144,31 @@ def test_every_view_warms_up_on_all_negatives(config):
         assert [each.criterion.mining for each in objective] == [mining, mining]
 
 
-def test_a_triplet_loss_with_a_temperature_warms_up_without_it(config):
-    soft = {"temperature": 0.1}
-    trainer = Trainer(replace(config, loss="triplet", loss_options=soft))
-    batch = first_batch(trainer)
-    outputs = trainer.model(*batch.inputs)
-    ids = batch.image_ids, batch.text_ids
-    for epoch, loss in enumerate((itrloss.TripletLoss(mining="all"), itrloss.TripletLoss(**soft))):
-        trainer.objective.begin_epoch(epoch)
-        torch.testing.assert_close(trainer.objective(outputs, *ids)[0], loss(*outputs, *ids))
-
-
-def test_triplet_may_warm_up_with_infonce(config):
-    trainer = Trainer(replace(config, loss="triplet", warmup="infonce"))
-    batch = first_batch(trainer)
-    outputs = trainer.model(*batch.inputs)
-    ids = batch.image_ids, batch.text_ids
+SOFT = {"temperature": 0.1}
+# Settings, the loss of the warm-up, and the one after it.
+WARM_UPS = {
+    "without the temperature": (
+        {"loss_options": SOFT},
+        itrloss.TripletLoss(mining="all"),
+        itrloss.TripletLoss(**SOFT),
+    ),
     # triplet sums over the batch, and so does its warm-up
-    infonce = itrloss.InfoNCELoss(0.07, reduction="sum")
-    for epoch, loss in enumerate((infonce, itrloss.TripletLoss())):
+    "by InfoNCE": (
+        {"warmup": "infonce"},
+        itrloss.InfoNCELoss(0.07, reduction="sum"),
+        itrloss.TripletLoss(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WARM_UPS)
+def test_a_triplet_loss_warms_up_by_another_one(config, name):
+    settings, *losses = WARM_UPS[name]
+    trainer = Trainer(replace(config, loss="triplet", **settings))
+    batch = first_batch(trainer)
+    outputs = trainer.model(*batch.inputs)
+    ids = batch.image_ids, batch.text_ids
+    for epoch, loss in enumerate(losses):
         trainer.objective.begin_epoch(epoch)
         torch.testing.assert_close(trainer.objective(outputs, *ids)[0], loss(*outputs, *ids))
 
