@@ -152,17 +152,14 @@ def test_scaler_scales_gradients_and_not_the_value():
 # ----------------------------------------------------------------------------------------- encoders
 
 
-class Called(nn.Module):
+class Called(nn.Sequential):
     """An encoder that counts its calls."""
 
-    def __init__(self, encoder: nn.Module):
-        super().__init__()
-        self.encoder = encoder
-        self.calls = 0
+    calls = 0
 
     def forward(self, x):
         self.calls += 1
-        return self.encoder(x)
+        return super().forward(x)
 
 
 class Halving(nn.Module):
@@ -242,25 +239,21 @@ def test_an_encoder_is_run_again_only_where_it_has_a_gradient(chunk_size, chunks
     assert take_gradients(ignored) == [None] * 4
 
 
-class WithoutGraph(nn.Module):
+class WithoutGraph(nn.Linear):
     """An encoder with parameters to train that leaves out their graph."""
 
-    def __init__(self):
-        super().__init__()
-        self.encoder = tower(4)
-
     def forward(self, x):
-        return self.encoder(x).detach()
+        return super().forward(x).detach()
 
 
 @pytest.mark.parametrize("form", [lambda x: x, lambda x: x.forward, lambda x: partial(x.forward)])
 def test_an_encoder_with_parameters_whose_output_has_no_graph_is_warned_of(form):
-    encoder = WithoutGraph()
+    encoder = WithoutGraph(4, D, dtype=torch.float64)
     message = r"encoders\[1\]: what it returns needs no gradient, so that nothing in it is trained"
     for _ in range(2):  # whatever gradients are left from the step before
         with pytest.warns(itrloss.SuspiciousInputWarning, match=message):
             grad_cache_step(product, [tower(5), form(encoder)], batch(), 4)
-        encoder.encoder[0].weight.grad = torch.ones_like(encoder.encoder[0].weight)
+        encoder.weight.grad = torch.ones_like(encoder.weight)
     encoder.requires_grad_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", itrloss.SuspiciousInputWarning)
@@ -268,35 +261,30 @@ def test_an_encoder_with_parameters_whose_output_has_no_graph_is_warned_of(form)
         grad_cache_step(product, [tower(5), lambda x: x @ torch.ones(4, D).double()], batch(), 4)
 
 
-class Sometimes(nn.Module):
-    """Its only trained layer is not used in about half of the chunks."""
-
-    def __init__(self):
-        super().__init__()
-        self.fixed = tower(5).requires_grad_(False)
-        self.layer = nn.Linear(D, D).double()
+class Sometimes(nn.Linear):
+    """A layer that is not used in about half of the chunks."""
 
     def forward(self, x):
-        x = self.fixed(x)
-        return self.layer(x) if torch.rand(()) < 0.5 else x
+        return super().forward(x) if torch.rand(()) < 0.5 else x
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_chunk_without_a_gradient_does_not_end_the_pass(seed):
-    encoders = [Sometimes(), tower(4)]
+    fixed = tower(5).requires_grad_(False)
+    encoders = [nn.Sequential(fixed, Sometimes(D, D, dtype=torch.float64)), tower(4)]
     torch.manual_seed(seed)
     expected = outcome(chunks_at_once, product, encoders, batch(), 2)
     torch.manual_seed(seed)
     assert_same(outcome(grad_cache_step, product, encoders, batch(), 2), expected)
 
 
-class Averaged(nn.Module):
+class Averaged(nn.Sequential):
     """An encoder that notes in which passes processes would average gradients, as those of DDP."""
 
+    averages = True
+
     def __init__(self, encoder: nn.Module):
-        super().__init__()
-        self.encoder = encoder
-        self.averages = True
+        super().__init__(encoder)
         self.averaged: list[bool] = []
 
     @contextlib.contextmanager
@@ -308,7 +296,7 @@ class Averaged(nn.Module):
     def forward(self, x):
         if torch.is_grad_enabled():
             self.averaged.append(self.averages)
-        return self.encoder(x)
+        return super().forward(x)
 
 
 def test_gradients_are_averaged_once_where_the_loss_ignores_an_input():
@@ -686,20 +674,16 @@ def test_output_is_what_the_loss_gets():
     assert_same(outcome(step, loss, encoders, inputs, 3), expected)
 
 
-class Patches(nn.Module):
+class Patches(nn.Sequential):
     """An encoder of images, two rows of the input each."""
 
-    def __init__(self):
-        super().__init__()
-        self.tower = tower(5)
-
     def forward(self, x):
-        return self.tower(x).unflatten(0, (-1, 2)).mean(1)
+        return super().forward(x).unflatten(0, (-1, 2)).mean(1)
 
 
 def test_split_cuts_inputs_that_have_no_rows():
     """Chunks may stand for any numbers of images."""
-    encoders = [Patches(), Patches()]
+    encoders = [Patches(tower(5)), Patches(tower(5))]
     loss = itrloss.InfoNCELoss()
     inputs = [batch(2 * N)[0], batch(2 * N)[0].flip(0)]
     sizes = []

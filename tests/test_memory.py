@@ -88,6 +88,11 @@ def test_a_memory_may_get_no_keys():
     assert len(memory) == 5
 
 
+def to_entries(memory, ids):
+    """The anchors of a memory, of the images and texts with these ids."""
+    return MemorySimilarity.of(IMAGES, TEXTS, IMAGES, TEXTS, memory, ids, ids).memory
+
+
 NUMBERS = [3, 1, 4, 1, 5]
 NAMES = [f"{number}" for number in NUMBERS]
 
@@ -104,10 +109,9 @@ def test_names_beside_numbers_of_a_memory_are_refused(held, asked):
     with pytest.raises(TypeError, match=f"ids: {expected}"):
         memory.first_dimensions(3).enqueue(IMAGES[:, :3], TEXTS[:, :3], np.array(asked))
     with pytest.raises(TypeError, match=f"image_ids: {expected}"):
-        MemorySimilarity.of(IMAGES, TEXTS, IMAGES, TEXTS, memory, asked, asked)
+        to_entries(memory, asked)
     memory.enqueue(IMAGES[:0], TEXTS[:0], [])
-    own = MemorySimilarity.of(IMAGES, TEXTS, IMAGES, TEXTS, memory, held, held).memory
-    assert own.negative_counts.tolist() == [4, 3, 4, 3, 4] * 2
+    assert to_entries(memory, held).negative_counts.tolist() == [4, 3, 4, 3, 4] * 2
 
 
 def test_a_memory_that_was_emptied_or_loaded_takes_names_or_numbers():
@@ -116,8 +120,7 @@ def test_a_memory_that_was_emptied_or_loaded_takes_names_or_numbers():
     loaded = CoupledMemory(9, D)
     loaded.enqueue(IMAGES, TEXTS, NUMBERS)
     loaded.load_state_dict(memory.state_dict())
-    own = MemorySimilarity.of(IMAGES, TEXTS, IMAGES, TEXTS, loaded, NAMES, NAMES).memory
-    assert own.negative_counts.tolist() == [4, 3, 4, 3, 4] * 2
+    assert to_entries(loaded, NAMES).negative_counts.tolist() == [4, 3, 4, 3, 4] * 2
     memory.reset_parameters()
     memory.enqueue(IMAGES, TEXTS, NUMBERS)
     assert len(memory) == 5

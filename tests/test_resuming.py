@@ -143,13 +143,11 @@ def by_safetensors(saved: Run, fresh: Run, folder: Path) -> Run:
 
 
 def by_dcp(saved: Run, fresh: Run, folder: Path) -> Run:
-    model, optimizer = state_dict.get_state_dict(saved.model, saved.optimizer)
     alone = not dist.is_initialized()
-    state = {"model": model, "optimizer": optimizer}
-    distributed_checkpoint.save(state, checkpoint_id=folder, no_dist=alone)
-    model, optimizer = state_dict.get_state_dict(fresh.model, fresh.optimizer)
-    state = {"model": model, "optimizer": optimizer}
-    distributed_checkpoint.load(state, checkpoint_id=folder, no_dist=alone)
+    for run, exchange in (saved, distributed_checkpoint.save), (fresh, distributed_checkpoint.load):
+        model, optimizer = state_dict.get_state_dict(run.model, run.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        exchange(state, checkpoint_id=folder, no_dist=alone)
     state_dict.set_state_dict(
         fresh.model,
         fresh.optimizer,
