@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cases import clip
 from support.graphs import FakeCuda
 from support.processes import start
 from support.transcripts import printed, replay
@@ -237,12 +238,6 @@ def cross_entropy(x, weight, target, **more):
     return F.cross_entropy(x @ weight.T, target, **more)
 
 
-def clip_loss(images, texts, scale):
-    logits = scale * images @ texts.T
-    labels = torch.arange(len(logits))
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
-
-
 def sigmoid_loss(images, texts, scale, bias):
     logits = scale * images @ texts.T + bias
     signs = 2 * torch.eye(len(images)) - 1
@@ -255,7 +250,7 @@ def flash_loss(q, k, scale):
 
 # The interfaces of libraries that are not installed, or want a GPU, in plain PyTorch.
 CLIP = {
-    "ClipLoss": lambda cache_labels: clip_loss,
+    "ClipLoss": lambda cache_labels: clip,
     "SigLipLoss": lambda cache_labels: sigmoid_loss,
 }
 STAND_INS: dict[str, tuple[str, dict[str, Any]]] = {

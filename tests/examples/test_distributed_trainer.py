@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import drawn
+from support.processes import WORLD, run, survivors
 
 from examples.retrieval.config import Config
 from examples.retrieval.data import Batch
 from examples.retrieval.encoders import BatchNorm
 from examples.retrieval.train import Trainer
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from support import drawn
-from support.processes import WORLD, run, survivors
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "infonce": {"loss": "infonce", "loss_options": {"learnable": True}, "views": "regions+whole"},

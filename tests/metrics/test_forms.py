@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import sample
+from support.flops import Sizes
 from support.processes import run
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import itrloss
 from itrloss import metrics
@@ -242,26 +242,12 @@ def test_corrected_p_values_reject_what_holms_procedure_rejects(p_values, level)
     assert {i for i, p in enumerate(holm(p_values)) if p <= level} == rejected(p_values, level)
 
 
-class Largest(TorchDispatchMode):
-    """The number of entries of the largest tensor that is made."""
-
-    def __init__(self):
-        super().__init__()
-        self.size = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor):
-            self.size = max(self.size, found.numel())
-        return found
-
-
 def test_figures_that_are_not_compared_are_not_kept(monkeypatch):
     monkeypatch.setattr("itrloss.metrics.uncertainty._DRAWN", 1000)
     systems = {str(seed): results(seed=seed) for seed in range(4)}
-    with Largest() as largest:
+    with Sizes() as made:
         compare_all(systems, baseline="0", samples=9999)
-    assert largest.size == len(systems) * 10_000
+    assert max(made.sizes) == len(systems) * 10_000
 
 
 def test_a_test_counts_once():

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from itrloss import (
     Anchors,
@@ -282,6 +283,13 @@ def sets(n, k, d, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, k, d, generator=generator, dtype=torch.float64) + 0.7
     return (x * torch.rand(n, k, 1, generator=generator, dtype=torch.float64).add(0.1)).to(dtype)
+
+
+def clip(images: Tensor, texts: Tensor, scale: Any) -> Tensor:
+    """The loss of CLIP, of embeddings with a scale."""
+    logits = scale * images @ texts.T
+    labels = torch.arange(len(logits))
+    return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
 def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

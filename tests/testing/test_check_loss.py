@@ -16,6 +16,7 @@ from support import (
     planted_gradients,
     planted_programs,
 )
+from support.cases import clip
 from support.conforming import CALLS, LOSSES, conforming
 from support.losses_registry import REGISTRY
 from support.processes import forkserver
@@ -191,11 +192,6 @@ def test_what_bugs_of_state_are_planted_in_is_right():
 
 
 # ---------------------------------------------------------------------------------------- interface
-
-
-def clip(images, texts, scale):
-    logits, labels = scale * images @ texts.T, torch.arange(len(images))
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
 def units(loss, images, texts):
