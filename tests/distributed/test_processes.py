@@ -393,7 +393,7 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "without negatives",
         "negatives of 2 dimensions",
     ),
-    "guide": (
+    "a guide": (
         lambda odd: filtered(*pairs(), guide=None if odd else pairs()),
         "guide True",
         "guide False",
@@ -467,7 +467,7 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "weight ",
         "weight ",
     ),
-    "prototypes": (
+    "prototypes found before": (
         lambda odd: coder(coder_with_prototypes(odd)),
         "prototypes found before False",
         "prototypes found before True",
@@ -676,7 +676,7 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         lambda odd: itrloss.DynamicGate(D, 3)(sample(4, 2, D + odd)),
         "ValueError: regions:",
     ),
-    "no sets": (
+    "shape of sets": (
         lambda odd: itrloss.VarianceAwareLoss(gather=True)(sample(*(4, 3, D)[odd:]), sample(4, D)),
         "ValueError: image_sets:",
     ),
@@ -780,6 +780,7 @@ def disagreeing(rank: int) -> dict[str, tuple[str, float]]:
 def test_all_raise_an_error_if_processes_disagree_and_go_on(tmp_path):
     found = run(disagreeing, tmp_path, world=WORLD)
     whole = pair()(*(torch.cat(x) for x in zip(*map(pairs, range(WORLD)), strict=True))).item()
+    assert len(found[0]) == len(DIFFERENT) + len(REFUSED) + len(ALIKE)  # each has its own name
     for name in found[0]:
         texts, afterwards = zip(*(mine[name] for mine in found), strict=True)
         assert afterwards == pytest.approx([whole] * WORLD, rel=1e-5), name
