@@ -38,9 +38,7 @@ def small(config, tmp_path) -> Config:
         file = root / f"{split}_caps.txt"
         lines = file.read_text().splitlines()
         file.write_text("".join(f"{line} {number}\n" for number, line in enumerate(lines)))
-    dropouts = ("feature_dropout", "whole_dropout", "word_dropout", "embedding_dropout")
-    more = dict.fromkeys(dropouts, 0.0)
-    return replace(config, data=str(root), dim=8, epochs=2, lr=1e-3, momentum=0.9, **more)
+    return replace(config, data=str(root), dim=8, epochs=2, lr=1e-3, momentum=0.9, **drawn.DRY)
 
 
 def settings(small: Config, out: str, system: str, batch_size: int) -> Config:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.cases import sample
+from support.drawn import DRY
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -16,8 +17,6 @@ from examples.retrieval.data import Batch
 from examples.retrieval.encoders import BatchNorm
 from examples.retrieval.objectives import LOSSES, WITH_MEMORY, build_objective
 from examples.retrieval.train import Trainer
-
-DRY = {"feature_dropout": 0.0, "word_dropout": 0.0, "embedding_dropout": 0.0}
 
 
 def first_batch(trainer: Trainer) -> Batch:
@@ -54,7 +53,6 @@ def test_micro_batches_give_the_gradients_of_the_batch(config, loss, per_image, 
                 views=views,
                 batch_size=20,
                 micro_batch=micro_batch,
-                whole_dropout=0.0,
                 clip=1e9,
                 **DRY,
             )

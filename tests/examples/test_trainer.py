@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.drawn import DRY
 from support.versions import GradScaler
 from tqdm import tqdm
 
@@ -150,8 +151,7 @@ def test_gradients_are_clipped_at_their_own_norm_whatever_their_scale(
         return norms[-1]
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", watched)
-    dry = {"feature_dropout": 0.0, "word_dropout": 0.0, "embedding_dropout": 0.0}
-    config = replace(config, micro_batch=micro_batch, clip=0.1, **dry)
+    config = replace(config, micro_batch=micro_batch, clip=0.1, **DRY)
     for precision in ("float32", "float16"):
         trainer = Trainer(replace(config, precision=precision))
         # any scale other than 1 has an effect, and a small one does not overflow

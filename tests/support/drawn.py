@@ -47,6 +47,8 @@ TINY = [
     "progress=false",
 ]
 
+DRY = dict.fromkeys(("feature_dropout", "whole_dropout", "word_dropout", "embedding_dropout"), 0.0)
+
 
 def draw(path: Path, left: str, right: str) -> None:
     """Picture of two colours, side by side."""
