@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from support.command_line import C, N, read_page, run
+from support.command_line import FAST, C, N, read_page, run
 
 from itrloss import rerank
 from itrloss.cli import comparison
@@ -60,8 +60,8 @@ def test_captions_wrap_beside_their_numbers(saved):
 
 def test_without_the_extra_a_report_is_refused_before_the_work(saved, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert run("rerank", "sims.npy", "--methods", "fast", "--report", "r.html") == 2
+    assert run(*FAST, "--report", "r.html") == 2
     out, err = capsys.readouterr()
     assert "matplotlib" in err and "pip install 'itrloss[cli,files,report]'" in err
     assert "RSUM" not in out
-    assert run("rerank", "sims.npy", "--methods", "fast") == 0
+    assert run(*FAST) == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.command_line import C, N, refused, run, scores
+from support.command_line import FAST, C, N, refused, run, scores
 
 from itrloss.files import written
 from itrloss.metrics import retrieval_results, save_trec
@@ -20,7 +20,7 @@ from itrloss.metrics import retrieval_results, save_trec
 
 def test_a_folder_of_run_files_is_made(saved):
     for _ in range(2):
-        assert run("rerank", "sims.npy", "--methods", "fast", "--trec", "trec") == 0
+        assert run(*FAST, "--trec", "trec") == 0
     assert Path("trec/i2t.run").exists()
 
 
@@ -28,7 +28,7 @@ def test_a_folder_of_run_files_is_made(saved):
 
 
 def write_queries(path: str) -> int:
-    return run("rerank", "sims.npy", "--methods", "fast", "--queries", path)
+    return run(*FAST, "--queries", path)
 
 
 def test_devices_and_pipes_are_not_replaced(tmp_path):
@@ -45,7 +45,7 @@ def test_links_are_followed(saved):
     assert Path("link.csv").is_symlink()
     assert Path("target.csv").read_text().startswith("direction")
     Path("loop.npz").symlink_to("loop.npz")  # replaced
-    assert run("rerank", "sims.npy", "--methods", "fast", "--out", "loop.npz") == 0
+    assert run(*FAST, "--out", "loop.npz") == 0
     assert np.load("loop.npz")["i2t"].shape == (N, N * C)
 
 
@@ -71,7 +71,7 @@ def test_what_is_interrupted_leaves_the_old_file(saved, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(np, "savez", full)
-    assert run("rerank", "sims.npy", "--methods", "fast", "--out", "out.npz") == 2
+    assert run(*FAST, "--out", "out.npz") == 2
     assert Path("out.npz").read_text() == "of yesterday"
     assert set(saved.iterdir()) == before
 
@@ -152,7 +152,7 @@ def test_a_signal_leaves_no_temporary_file_and_no_traceback(saved):
 def test_a_call_leaves_the_handler_of_a_signal_alone(saved):
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        assert run("rerank", "sims.npy", "--methods", "fast") == 0
+        assert run(*FAST) == 0
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -204,7 +204,7 @@ def test_files_that_are_replaced_keep_their_permissions(mode: int, saved):
     for path in paths:
         path.write_text("mine")
         path.chmod(mode)
-    assert run("rerank", "sims.npy", "--methods", "fast", "--samples", 9, *options) == 0
+    assert run(*FAST, "--samples", 9, *options) == 0
     for path in paths:
         assert path.read_bytes() != b"mine"
         assert path.stat().st_mode & 0o777 == mode
@@ -215,7 +215,7 @@ def test_a_file_that_is_read_only_is_refused_before_the_work(option: str, saved,
     path = Path(option.split()[1])
     path.write_text("mine")
     path.chmod(0o444)
-    said = refused(capsys, "rerank", "sims.npy", "--methods", "fast", *option.split())
+    said = refused(capsys, *FAST, *option.split())
     assert f"{path}: it is read-only" in said
     assert path.read_text() == "mine"
 

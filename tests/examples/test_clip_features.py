@@ -13,7 +13,6 @@ from PIL import Image
 from support import drawn
 
 from examples.retrieval.clip_features import MEAN, STD, main, pixels
-from examples.retrieval.config import Config
 from examples.retrieval.data import load_split
 from examples.retrieval.train import Trainer
 
@@ -73,21 +72,10 @@ def test_spatial_features_are_the_projected_positions_and_are_read_as_their_mean
     np.testing.assert_allclose(stored[0], each[1:].numpy(), atol=1e-3)
 
 
-def test_a_run_has_them_for_its_enhancement(clip, folder, resnet, tmp_path):
+def test_a_run_has_them_for_its_enhancement(config, clip, folder, resnet, tmp_path):
     main([str(folder), "--model", clip])
-    config = Config(
-        data=str(folder),
-        out=str(tmp_path / "run"),
-        backbone=resnet,
-        enhancement="cge",
-        image_size=48,
-        dim=16,
-        word_dim=8,
-        min_count=1,
-        batch_size=8,
-        tensorboard=False,
-        progress=False,
-    )
+    settings = {"backbone": resnet, "enhancement": "cge", "batch_size": 8}
+    config = replace(config, data=str(folder), **settings)
     trainer = Trainer(config)
     batch = next(trainer.batches.epoch(0))
     assert batch.wholes is not None and batch.wholes.shape == (8, 6)

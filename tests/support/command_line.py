@@ -13,6 +13,7 @@ from itrloss.cli import main
 from support import transcripts
 
 N, C, D = 12, 5, 8
+FAST = "rerank", "sims.npy", "--methods", "fast"
 
 
 def pairs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
