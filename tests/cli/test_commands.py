@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.command_line import FAST, C, N, pairs, run
+from support.command_line import FAST, C, N, pairs, refused, run
 
 import itrloss
 from itrloss import Similarity
