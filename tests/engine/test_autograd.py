@@ -204,3 +204,18 @@ def test_second_derivatives_in_float32_at_a_scale_of_100(name):
         (first,) = torch.autograd.grad(loss(v, w), v, create_graph=True)
         (second,) = torch.autograd.grad(first.square().sum(), v)
         assert second.isfinite().all()
+
+
+def test_a_gradient_of_the_positives_alone_beside_a_sum_with_parameters():
+    found = []
+    for engine in ("dense", "tiled"):
+        leaves = [x.requires_grad_() for x in embeddings(4, 5)]
+        threshold = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+        ids = torch.arange(4) % 3, torch.arange(5) % 3
+        sim = Similarity(*leaves, *ids, engine=engine)
+        sim.sum(hinge, threshold)
+        sim.positive_scores().square().sum().backward()
+        assert threshold.grad is None
+        found.append([x.grad for x in leaves])
+    for own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected)

@@ -282,7 +282,7 @@ def pair_gradients(inputs: Inputs, needs: Needs, listed: ListedPairs) -> Gradien
     """Return the gradients of what listed pairs were scored from."""
     scores = ScoreGradients(inputs, needs)
     scores.add_pairs(listed)
-    return scores.finish()
+    return scores.finish(params=[None] * len(needs.params))
 
 
 class QuestionGradients:
