@@ -6,6 +6,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,13 @@ def consensus(group: ProcessGroup = None) -> Iterator[Consensus]:
     dist.all_gather_object(texts, mine.in_words(), group=group)
     if failure is not None:
         raise failure
+    raise_disagreement(texts, failed, group)
+
+
+def raise_disagreement(
+    texts: Sequence[str], failed: Sequence[bool], group: ProcessGroup
+) -> NoReturn:
+    """Raise the error of a process that did not fail: what others failed with, or what differs."""
     said: dict[str, list[str]] = {}  # by which processes
     some = any(failed)
     parts = texts if some else what_differs(texts)

@@ -70,17 +70,8 @@ class Question(NamedTuple):
     def with_values(self, values: Sequence[Any]) -> Question:
         """Return the question with other values, as :attr:`values` has them."""
         scale, shift, below, above, *params = values
-        return Question(
-            self.term,
-            self.relation,
-            self.sides,
-            self.over,
-            scale,
-            shift,
-            below,
-            above,
-            tuple(params),
-            self.teaches,
+        return self._replace(
+            scale=scale, shift=shift, below=below, above=above, params=tuple(params)
         )
 
     @property
